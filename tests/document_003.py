@@ -1,4 +1,20 @@
-"""The handler of document 003 as it is printed there, and two that fail."""
+"""The handler and the quick start of document 003 as they are printed there, and two handlers that fail."""
+
+QUICK_START = """\
+from openhands.nvidia.async_server import OpenHandsServer
+
+server = OpenHandsServer(
+    llm_server_addresses=["http://localhost:8000/v1"],
+    max_init_workers=4,
+    max_run_workers=4,
+)
+server.start()
+
+result = server.process(instance, sampling_params)
+print(result)
+
+server.stop()
+"""
 
 DOCUMENT = """\
 from openhands.nvidia.registry import AgentHandler, register_agent_handler
@@ -57,3 +73,8 @@ def module() -> str:
         + DOCUMENT.replace("openhands.nvidia.registry", "perdure.data_source_handlers")
         + FAILING
     )
+
+
+def quick_start() -> str:
+    """With only the document's import path changed."""
+    return QUICK_START.replace("openhands.nvidia.async_server", "perdure.integrations.openhands")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest_asyncio
 
 from perdure.errors import Cancelled, ConfigurationError
 from perdure.integrations.openhands import OpenHandsServer
-from tests import loop_agent
+from tests import document_003, loop_agent
 from tests.stack.host_requirements import why_not_here
 from tests.stack.made_instances import IDLE_INSTANCE, INSTANCE, UNSOLVED_INSTANCE
 from tests.stack.running_stack import Stack, running
@@ -83,6 +84,24 @@ async def test_a_job_is_processed(stack: Stack, serve: Servers) -> None:
     assert result["timing"]["init"] > 0 < result["timing"]["run"]
     assert {call.sampling["temperature"] for call in stack.engine.calls} == {0.5}
     assert sampling == given
+
+
+async def test_the_documents_quick_start_runs(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As document 003 prints it, but for the module's name and the LLM server's port."""
+    monkeypatch.setenv("PERDURE_HOME", str(stack.home))
+    monkeypatch.setenv("PERDURE_STORE", stack.settings.store)
+    monkeypatch.setenv("TEMPORAL_ADDRESS", str(stack.plan.addresses.temporal_address))
+    typed = document_003.quick_start().replace("http://localhost:8000", stack.engine.url)
+    names = {"instance": {"instance": INSTANCE}, "sampling_params": {"temperature": 0.5}}
+    defaults = partial(OpenHandsServer, agent=loop_agent.NAME, agent_options={"mark": stack.mark})
+    monkeypatch.setattr("perdure.integrations.openhands.OpenHandsServer", defaults)
+    await asyncio.to_thread(exec, typed, names)
+
+    result: Any = names["result"]
+    assert (result["resolved"], result["reward"]) == (True, 1.0)
+    assert "git_patch" in capsys.readouterr().out
 
 
 async def test_a_restarted_server_loses_no_job(stack: Stack, serve: Servers) -> None:

@@ -38,3 +38,29 @@ async def test_replayed_experts_reproduce_the_logprobs(replayed: Any, trainer: s
 async def test_wrong_experts_change_the_logprobs(replayed: Any, routing: str) -> None:
     """So the test above would fail for an array that is shifted, transposed or of other tokens."""
     assert replayed[routing] > 1000 * EXACT
+
+
+# --- the kept sets of top-p ------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept() -> Any:
+    return await trainers_here.run("kept_sets.py", *_slime())
+
+
+def _slime() -> list[str]:
+    return ["slime"] if trainers_here.SLIME.exists() else []
+
+
+@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verifiers"])
+async def test_kept_sets_reproduce_the_logprobs(kept: Any, trainer: str) -> None:
+    """After the trainer's own conversion, for the tokens of both turns."""
+    if trainer == "slime":
+        trainers_here.need_slime()
+
+    assert kept[trainer] < EXACT
+
+
+async def test_the_whole_vocabulary_does_not(kept: Any) -> None:
+    """So the test above would fail without sets."""
+    assert kept["whole vocabulary"] > 1000 * EXACT

@@ -354,7 +354,29 @@ async def test_torchtitan_logs_a_step(titan: dict[str, Any]) -> None:
 async def test_torchtitans_launcher_finds_the_recipe(titan: dict[str, Any]) -> None:
     """By the options that the page prints, and the other sizes by their names."""
     assert titan["recipe"] == ["PerdureRollouter.Config", "try-1", "claude_code", "daytona"]
-    assert titan["recipes"] == ["1.7B", "14B", "30B-A3B", "32B", "8B"]
+    sizes = ["1.7B", "14B", "30B-A3B", "32B", "8B"]
+    assert titan["recipes"] == sorted([*sizes, *sizes])  # each also under document 004's name
+
+
+@pytest.mark.parametrize("size", ["1_7b", "8b", "14b", "32b", "30b_a3b"])
+async def test_torchtitans_launcher_reads_document_004s_line(size: str) -> None:
+    """Its variables and its recipe's name, with only the module's name changed."""
+    found = await trainers_here.run(
+        *("torchtitan_launch.py", "--module", "perdure.integrations.torchtitan"),
+        *("--config", f"rl_grpo_qwen3_{size}_swe_r2e"),
+        **{"DAYTONA_API_KEY": "dtn_0", "PROMPT_DATA": "/path/to/r2e.jsonl"},
+        HF_ASSETS_PATH="/path/to/Qwen3",
+    )
+
+    assert found.pop("run_id").startswith("torchtitan-")
+    assert found == {
+        "assets": "/path/to/Qwen3",
+        "size": size.upper().replace("_A", "-A").replace("_", "."),
+        "sandbox": "daytona",
+        "agent": "claude_code",
+        "rows": "/path/to/r2e.jsonl",
+        "dataset": "r2e",
+    }
 
 
 async def test_torchtitans_smoke_runs_a_group(tmp_path: Path) -> None:

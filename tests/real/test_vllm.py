@@ -218,8 +218,14 @@ class Events(Salvage):
         super().__init__()
         self.sizes: list[int] = []
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
-        super().add(ids, logprobs, version)
+    def add(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int | None,
+        kept: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().add(ids, logprobs, version, kept)
         self.sizes += [len(ids)] if ids else []
 
 

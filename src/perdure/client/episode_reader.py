@@ -31,12 +31,14 @@ async def read_episodes(
     reward_share: RewardShare = "full",
     keep_unused: bool = False,
     routed_experts: bool = False,
+    kept_tokens: bool = False,
 ) -> list[EpisodeSegments]:
     """The episodes and their segments, in the order of `refs`. Failed rollouts have reward None.
 
     References without a `uri` are left out: stragglers whose episodes do not exist yet.
     `keep_unused`: include answers that the agent did not use. `routed_experts`: also read what
-    `experts_of(segment)` gives, for router replay. `store`: by default the one that the
+    `experts_of(segment)` gives, for router replay. `kept_tokens`: also what `kept_of(segment)`
+    gives, for a trainer that normalises over the top-p set of each token. `store`: by default the one that the
     settings name. `http://...` names a gateway, which reads the episodes from its store.
 
     Raises: NotFound (deleted), ConfigurationError (in another store), ValueError (unreadable).
@@ -60,6 +62,7 @@ async def read_episodes(
             reward_share=reward_share,
             keep_unused=keep_unused,
             routed_experts=routed_experts,
+            kept_tokens=kept_tokens,
         )
 
     return list(await asyncio.gather(*(one(ref) for ref in refs if ref.uri)))

@@ -15,6 +15,7 @@ from perdure.types import (
     Sampling,
     VersionSpan,
 )
+from perdure.types.kept_tokens import KeptTokens
 
 if TYPE_CHECKING:
     from perdure.engines.pool.completion_call import GenerateCall
@@ -52,6 +53,8 @@ class Completion(NamedTuple):
     routed_experts: RoutedExperts | None = None
     """The experts from position `routed_from` on; None if an engine returned none for some
     tokens."""
+    kept_tokens: KeptTokens | None = None
+    """None if an engine returned none for some tokens."""
 
 
 class ChatAnswer(NamedTuple):

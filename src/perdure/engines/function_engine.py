@@ -51,7 +51,8 @@ class Sampled(NamedTuple):
     gateway keeps these tokens and requests the rest. `version`: the policy version that sampled the
     tokens. `newest`: the version that sampled the last token, if the weights changed during the
     call; all earlier tokens then count as sampled by `version`. `routed_experts`: the experts of
-    the prompt and of all sampled tokens except the last. Shape [P + C - 1, layers, top_k]."""
+    the prompt and of all sampled tokens except the last. Shape [P + C - 1, layers, top_k].
+    `kept`: the tokens that top-p and top-k left for each sampled token."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -59,6 +60,7 @@ class Sampled(NamedTuple):
     version: int | None = None
     newest: int | None = None
     routed_experts: ExpertRows | None = None
+    kept: Sequence[Sequence[int]] | None = None
 
     @property
     def spans(self) -> list[VersionSpan]:
@@ -208,6 +210,8 @@ class ServedFunction:
             "finish_reason": found.finish_reason.value,
             "weight_versions": spans or None,
         }
+        if found.kept is not None:
+            choice["sampling_mask"] = [list(map(int, one)) for one in found.kept]
         if found.routed_experts is not None:
             choice["routed_experts"] = npy_of_experts(found.routed_experts[routed_from:])
         return {"object": "generate", "model": self._model, "choices": [choice]}

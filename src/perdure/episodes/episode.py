@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue
 
 from perdure.agents.locked_version import locked_version
 from perdure.episodes.segment_experts import have_experts
+from perdure.episodes.segment_kept_tokens import KeptSets
 from perdure.episodes.token_accounting import TrajectoryCounts, count, count_trajectory
 from perdure.episodes.trajectory_segments import RewardShare, share
 from perdure.installation import version
@@ -578,10 +579,21 @@ class EpisodeSegments:
     segments: tuple[Segment, ...]
     experts: tuple[ExpertRows | None, ...] = field(default=(), compare=False)
     """The result of `segment_experts`, by segment index; empty if the experts were not read."""
+    kept: tuple[KeptSets | None, ...] = field(default=(), compare=False)
+    """The result of `segment_kept_tokens`, by segment index; empty if it was not read."""
 
     def experts_of(self, segment: Segment) -> ExpertRows | None:
         """Shape [P + R - 1, layers, top_k]."""
         return self.experts[segment.index] if self.experts else None
+
+    def kept_of(self, segment: Segment) -> KeptSets | None:
+        """What top-p and top-k left for each token of the response."""
+        return self.kept[segment.index] if self.kept else None
+
+    def with_kept(self) -> "EpisodeSegments":
+        """A copy with only the segments whose kept sets are known."""
+        known = tuple(one for one in self.segments if self.kept_of(one) is not None)
+        return replace(self, segments=known)
 
     def with_experts(self) -> "EpisodeSegments":
         """A copy with only the segments whose experts are known, for a trainer that replays

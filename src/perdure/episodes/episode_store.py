@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
 from perdure.episodes.segment_experts import segment_experts
+from perdure.episodes.segment_kept_tokens import segment_kept_tokens
 from perdure.episodes.trajectory_segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import store_keys, stored_json
@@ -172,9 +173,11 @@ async def read_segments(
     reward_share: RewardShare = "full",
     keep_unused: bool = False,
     routed_experts: bool = False,
+    kept_tokens: bool = False,
 ) -> EpisodeSegments:
     """The episode and its segments. `keep_unused`: include answers that the agent did not use.
-    `routed_experts`: also read the experts of their tokens, where engines returned them.
+    `routed_experts`, `kept_tokens`: also read the experts of their tokens, and what top-p left for
+    each, where engines returned them.
 
     Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable.
     """
@@ -185,7 +188,7 @@ async def read_segments(
     if as_stored:
         routed_experts = routed_experts and any(one.routed_experts for one in episode.segments)
     recorded: list[Turn] = []
-    if episode.turns_key is not None and (routed_experts or not as_stored):
+    if episode.turns_key is not None and (routed_experts or kept_tokens or not as_stored):
         data = (await store.get(episode.turns_key)).data
         stored_json.check_file(episode.turns_key, data, episode.turns_sha256)
         recorded = turns_parquet.decode(data)
@@ -196,4 +199,5 @@ async def read_segments(
     else:
         found = cut(recorded, mode=mode, keep_unused=keep_unused)
     experts = segment_experts(recorded, found) if routed_experts and recorded else ()
-    return EpisodeSegments(episode, tuple(found), tuple(experts)).shared(reward_share)
+    kept = segment_kept_tokens(recorded, found) if kept_tokens and recorded else ()
+    return EpisodeSegments(episode, tuple(found), tuple(experts), tuple(kept)).shared(reward_share)

@@ -235,7 +235,8 @@ class _Exporter:
             if file.format in SELECTING:
                 self._take(episode)
             replays = file.format in REPLAY_FORMATS
-            found = await self._segments(episode, routed_experts=replays)
+            kept = file.format == "slime"
+            found = await self._segments(episode, routed_experts=replays, kept_tokens=kept)
             if (reason := file.why_not(found)) is not None:
                 raise _Left(reason)
             return found
@@ -244,7 +245,9 @@ class _Exporter:
             file.add(found)
         file.close()
 
-    async def _segments(self, episode: Episode, *, routed_experts: bool) -> EpisodeSegments:
+    async def _segments(
+        self, episode: Episode, *, routed_experts: bool, kept_tokens: bool
+    ) -> EpisodeSegments:
         rules = self.rules
         try:
             return await read_segments(
@@ -254,6 +257,7 @@ class _Exporter:
                 reward_share=rules.reward_share,
                 keep_unused=rules.keep_unused,
                 routed_experts=routed_experts,
+                kept_tokens=kept_tokens,
             )
         except NotFound:
             raise _Damaged(f"{episode.tokens_key} is missing from the store") from None

@@ -60,6 +60,8 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "weight_versions": pa.list_(TEXT),
         "rollout_log_probs": FLOATS,
         "rollout_routed_experts": ARRAY,
+        "rollout_top_p_token_ids": ARRAY,
+        "rollout_top_p_token_offsets": ARRAY,
         "remove_sample": TRUTH,
         "status": TEXT,
         "session_id": TEXT,

@@ -8,6 +8,11 @@ Experts, for router replay, are numpy arrays [tokens - 1, layers, top_k] of prom
 int16; None if they were not read, or if engines did not return all of them. The trainers expect
 this form: slime asserts `tokens - 1` rows (`prepare_routed_experts_for_routing_replay`); verl and
 SkyRL place the rows at the start of the sequence and mask the rest.
+
+Kept sets, for a trainer that normalises over the tokens that top-p and top-k left, are read by slime
+(`rollout_top_p_token_ids` and `..._offsets`), by SkyRL (`rollout_sample_support`) and, through
+verifiers 0.4.0 (`sampling_mask`), by prime-rl. verl, TorchTitan and TRL of the versions above do not
+read them.
 """
 
 import statistics
@@ -16,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from perdure.episodes.episode import Episode, EpisodeSegments
+from perdure.episodes.segment_kept_tokens import KeptSets
 from perdure.types import ExpertRows, FinishReason, Outcome, Segment, SegmentKind
 
 T = TypeVar("T")
@@ -63,8 +69,16 @@ def _slime_sample(found: EpisodeSegments, segment: Segment, index: int, group_in
         "weight_versions": [str(version) for version in _versions(segment)],
         "rollout_log_probs": list(segment.logprobs),
         "rollout_routed_experts": found.experts_of(segment),
+        **_slime_kept(found.kept_of(segment)),
         "status": "truncated" if truncated else "completed",
         "metadata": _facts(found, segment),
+    }
+
+
+def _slime_kept(kept: KeptSets | None) -> Row:
+    return {
+        "rollout_top_p_token_ids": None if kept is None else kept.ids,
+        "rollout_top_p_token_offsets": None if kept is None else kept.offsets,
     }
 
 
@@ -116,6 +130,7 @@ def skyrl_output(
     *,
     names: Sequence[Row] | None = None,
     step_wise: bool = True,
+    top_k: int = 0,
 ) -> Row:
     """One `GeneratorOutput`. Each row repeats the rollout's times.
 
@@ -124,7 +139,8 @@ def skyrl_output(
     row per rollout, its last segment. `names`: SkyRL's `TrajectoryID` of each; needed if one has no
     episode. SkyRL has no missing rewards, so a rollout without a verdict or segments has no row if
     another rollout has one. If each needs a row (not step-wise, or none is graded), it gets one
-    masked token, with the mean reward of its instance's rollouts.
+    masked token, with the mean reward of its instance's rollouts. `top_k`: the width of the kept
+    sets, the same for all outputs of a step; 0 if SkyRL does not replay them.
     """
     named = names or [_trajectory(one.episode) for one in found if one is not None]
     rows = _skyrl_rows(list(zip(found, named, strict=True)), step_wise=step_wise)
@@ -144,7 +160,7 @@ def skyrl_output(
             "env": [one.environment_seconds if one else 0.0 for one in episodes],
         },
         "rollout_expert_indices": _skyrl_experts(rows),
-        "rollout_sample_support": None,
+        "rollout_sample_support": _skyrl_support(rows, top_k) if top_k > 0 else None,
         "is_last_step": [row.is_last for row in rows],
         "env_metrics": [_facts(row.rollout, row.segment) if row.rollout else {} for row in rows],
         "pixel_values": None,
@@ -182,6 +198,25 @@ def _skyrl_rows(
             known = rewards.get(name["instance_id"])
             rows.append(_SkyrlRow(name, one, MASKED, statistics.fmean(known) if known else 0.0))
     return rows
+
+
+def _skyrl_support(rows: Sequence[_SkyrlRow], top_k: int) -> list[Any] | None:
+    """The kept sets as SkyRL reads them: for each row, int32 [response tokens, top_k], padded with -1.
+    A token that is not trained has only padding. None if a trained token has no set."""
+    import numpy
+
+    kept = [None if one.rollout is None else one.rollout.kept_of(one.segment) for one in rows]
+    if any(k is None and any(one.segment.loss_mask) for k, one in zip(kept, rows, strict=True)):
+        return None
+    sizes: list[Any] = [numpy.zeros(1, int) if k is None else numpy.diff(k.offsets) for k in kept]
+    width = max(top_k, *(int(one.max(initial=0)) for one in sizes))
+    found = []
+    for one, sets, counts in zip(rows, kept, sizes, strict=True):
+        table = numpy.full((len(one.segment.response_ids), width), -1, numpy.int32)
+        if sets is not None:
+            table[numpy.arange(width) < counts[:, None]] = sets.ids
+        found.append(table)
+    return found
 
 
 def _skyrl_experts(rows: Sequence[_SkyrlRow]) -> list[ExpertRows] | None:

@@ -27,6 +27,7 @@ def generator_output(
     *,
     names: Sequence[dict[str, Any]] | None = None,
     step_wise: bool = True,
+    top_k: int = 0,
 ) -> dict[str, Any]:
     """A `GeneratorOutput` (a TypedDict). `step_wise` must match `generator.step_wise_trajectories`.
 
@@ -34,7 +35,7 @@ def generator_output(
     step-wise form, rollouts that failed or have nothing to train on have no row;
     `rollout_metrics["perdure/left_out"]` counts them. See `episodes.trainers.skyrl_output`.
     """
-    output = skyrl_output(found, names=names, step_wise=step_wise)
+    output = skyrl_output(found, names=names, step_wise=step_wise, top_k=top_k)
     if (experts := output["rollout_expert_indices"]) is not None and not _takes_arrays():
         output["rollout_expert_indices"] = [rows.tolist() for rows in experts]
     trajectory_id = trainer_imports.find(BASE, "TrajectoryID")
@@ -61,8 +62,9 @@ def generator(
     segment of a rollout. `inference_engine_client`: SkyRL's engines, which sample unless `fields` has
     `engine="perdure"`. `policy_model_name`: SkyRL's `resolve_policy_model_name(cfg)`, needed if it trains
     a LoRA adapter. `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if
-    `env_extras` has only an `instance_id`. With `inference_engine.enable_return_routed_experts`, segments
-    without experts are left out. Raises: ConfigurationError.
+    `env_extras` has only an `instance_id`. With `inference_engine.enable_return_routed_experts` or
+    `...enable_return_sample_support_set`, segments without experts, or without kept sets, are left
+    out. Raises: ConfigurationError.
     """
     base = trainer_imports.find(BASE, "GeneratorInterface")
     if base is None:
@@ -80,21 +82,26 @@ def generator(
 
     engines = getattr(config, "inference_engine", None)
     replays = bool(getattr(engines, "enable_return_routed_experts", False))
+    keeps = bool(getattr(engines, "enable_return_sample_support_set", False))
 
     async def generate(_: Any, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         requests = _requests(input_batch, fields)
         if engine is not None:
-            await engine.use(_sampler(client, policy_model_name))
+            await engine.use(_sampler(client, policy_model_name, keeps=keeps))
         told = None if engine is None else client
-        found = await _finished(requests, told, routed_experts=replays)
-        return _output(input_batch, requests, found, step_wise=config.step_wise_trajectories)
+        asked = (input_batch.get("sampling_params") or {}) if keeps else {}
+        top_k = max(0, asked.get("top_k") or 0)
+        found = await _finished(requests, told, routed_experts=replays, kept_tokens=top_k > 0)
+        step_wise = config.step_wise_trajectories
+        return _output(input_batch, requests, found, step_wise=step_wise, top_k=top_k)
 
     return type("PerdureGenerator", (base,), {"generate": generate})()
 
 
-def _sampler(client: Any, model: str | None) -> Sample:
+def _sampler(client: Any, model: str | None, *, keeps: bool = False) -> Sample:
     """A function that samples with SkyRL's client. Its engines keep running calls while they get
-    new weights, so a call may begin with one version and end with a newer one."""
+    new weights, so a call may begin with one version and end with a newer one. `keeps`: ask for the
+    kept sets, which SkyRL's servers return only with a top-k above 1."""
 
     def version() -> int | None:
         return getattr(client, "weight_version", None)
@@ -106,25 +113,30 @@ def _sampler(client: Any, model: str | None) -> Sample:
                 "prompt_token_ids": [ask.prompt_ids],
                 "sampling_params": {**ask.sampling, "logprobs": 1},
                 "session_ids": [ask.session_id or None],
+                **({"return_sample_support": ask.sampling.get("top_k", 0) > 1} if keeps else {}),
             },
             model=model,
         )
         (ids,), (logprobs,) = output["response_ids"], output["response_logprobs"]
         reason = FinishReason(output["stop_reasons"][0])
         experts = (output.get("rollout_expert_indices") or [None])[0]
-        return Sampled(ids, logprobs or (), reason, oldest, version(), experts)
+        (support,) = output.get("rollout_sample_support") or [None]
+        kept = None if support is None else [row[row >= 0].tolist() for row in support]
+        return Sampled(ids, logprobs or (), reason, oldest, version(), experts, kept)
 
     return sample
 
 
 async def _finished(
-    requests: Sequence[RolloutRequest], client: Any, *, routed_experts: bool
+    requests: Sequence[RolloutRequest], client: Any, *, routed_experts: bool, kept_tokens: bool
 ) -> list[EpisodeSegments | None]:
     """Run all rollouts at once. `client`: is told about each ended session, so that SkyRL's router
     frees that session's place."""
 
     async def finished(request: RolloutRequest) -> EpisodeSegments | None:
-        found = await trainer_hooks.finished(request, routed_experts=routed_experts)
+        found = await trainer_hooks.finished(
+            request, routed_experts=routed_experts, kept_tokens=kept_tokens
+        )
         attempts = len(found.episode.attempts) if found is not None else 0
         for attempt in range(max(1, attempts) if client is not None else 0):
             session = identity_of(request.run_id, request.workflow_id, "agent", attempt + 1)
@@ -140,6 +152,7 @@ def _output(
     found: Sequence[EpisodeSegments | None],
     *,
     step_wise: bool,
+    top_k: int,
 ) -> dict[str, Any]:
     """The batch's rollouts in order, under SkyRL's ids.
 
@@ -153,7 +166,7 @@ def _output(
     groups = {name["instance_id"] for name in names}
     if len(groups) > 1 and not graded([one for one in found if one is not None]):
         raise NoResult(f"none of {len(requests)} rollouts of {requests[0].run_id} can be trained")
-    return generator_output(found, names=names, step_wise=step_wise)
+    return generator_output(found, names=names, step_wise=step_wise, top_k=top_k)
 
 
 def _requests(batch: Mapping[str, Any], fields: Mapping[str, Any]) -> list[RolloutRequest]:

@@ -10,7 +10,9 @@ takes one mean over all samples of the batch; `rewards` takes it over the rollou
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+import base64
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perdure.dialects.base import Refused
@@ -21,12 +23,19 @@ from perdure.engines.function_engine import Ask, Sampled
 from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainer_formats import normalized, slime_abort, slime_samples
 from perdure.errors import ConfigurationError
+from perdure.instances.rows.row_conversion import dataset_name
 from perdure.integrations import trainer_engine, trainer_hooks, trainer_imports
+from perdure.settings import process_environment
+from perdure.settings.settings_loader import load_settings
 from perdure.types import FinishReason, RolloutRequest
 
 GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
 ABORTED = "aborted"
+NO_KEPT_SETS = {"rollout_top_p_token_ids": [], "rollout_top_p_token_offsets": [0, 0]}
+"""Of a masked sample with one token: slime refuses a step in which a sample has none."""
+RUN_ID = trainer_hooks.new_run_id("slime")
+"""Of a training that names none: slime calls `generate` in one process."""
 STEP_POLL_S = 0.2
 """Seconds between checks whether a step is running."""
 
@@ -55,31 +64,44 @@ async def generate(
 ) -> list[Any]:
     """The samples of one rollout: one per segment, or a single one for an evaluation.
 
-    `sample.metadata` names the `instance`, or a row of the imported `dataset`. `args.perdure` holds
-    fields of a RolloutRequest. slime's SGLang router samples, unless they have `engine: perdure`. An
+    `sample.metadata` names the `instance`, a row of the imported `dataset`, or is a row itself.
+    `args.perdure` holds fields of a RolloutRequest; without them, the variables of slime's
+    coding-agent example apply. slime's SGLang router samples, unless they have `engine: perdure`. An
     aborted step cancels its rollouts. With `--use-rollout-routing-replay`, segments without experts are left
-    out. Raises: ConfigurationError.
+    out. With `--rollout-top-p` below 1, which slime replays too, so are segments without kept sets.
+    Raises: ConfigurationError, also if engines returned no kept set at all.
     """
-    given = getattr(args, "perdure", None) or {}
+    given = _options(args)
     root = str(getattr(args, "hf_checkpoint", ""))
     fields, engine = trainer_engine.engine_of_run(given, ACCEPTED, root=root)
     request = _request(args, fields, sample, sampling_params, evaluation)
     replays = _replays(args) and not evaluation
+    keeps = _needs_kept_sets(args) and not evaluation
     _awaited.add(request.workflow_id)
     try:
         if engine is not None:
             await engine.use(lambda ask: _sample(args, ask))
         found = await trainer_hooks.finished(
-            request, lambda: _is_aborted(args), routed_experts=replays
+            request,
+            lambda: _is_aborted(args),
+            routed_experts=replays,
+            kept_tokens=keeps,
         )
     finally:
         _awaited.discard(request.workflow_id)
+    if keeps and found is not None:
+        _check_kept(found)
     if found is None:
         rows = [slime_abort(sample.index, sample.group_index, "no episode")]
     else:
         rows = slime_samples(found, index=sample.index, group_index=sample.group_index)
     if replays:
         rows = [_with_experts(row, args) for row in rows]
+    if keeps:
+        rows = [
+            row | (NO_KEPT_SETS if row.get("rollout_top_p_token_ids") is None else {})
+            for row in rows
+        ]
     return [_like(sample, row) for row in (rows[-1:] if evaluation else rows)]
 
 
@@ -93,12 +115,15 @@ async def _sample(args: Any, ask: Ask) -> Sampled:
         await asyncio.sleep(STEP_POLL_S)
     post = trainer_imports.find("slime.utils.http_utils", "post")
     assert post is not None  # slime has called `generate`
+    params = sampling_params("of slime", ask.sampling)
+    if _needs_kept_sets(args):
+        params["custom_params"] = {"return_top_p_token_ids": True}
     answer = await _response(
         post(
             f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
             {
                 "input_ids": ask.prompt_ids,
-                "sampling_params": sampling_params("of slime", ask.sampling),
+                "sampling_params": params,
                 "return_logprob": True,
                 "return_routed_experts": _replays(args),
             },
@@ -118,7 +143,42 @@ async def _sample(args: Any, ask: Ask) -> Sampled:
         version_number(spans[0]["version"]),
         version_number(spans[-1]["version"]),
         experts_of_int32(experts, rows) if experts else None,
+        _kept_of(about),
     )
+
+
+def _kept_of(about: Mapping[str, Any]) -> list[list[int]] | None:
+    """The kept sets that slime's patch of SGLang returns: two int32 arrays in base64, ids and offsets.
+    SGLang 0.5.23 itself returns other fields (`output_token_sampling_mask`), which slime does not
+    read."""
+    ids, offsets = about.get("top_p_token_ids"), about.get("top_p_token_offsets")
+    if ids is None or offsets is None:
+        return None
+    flat = _int32(ids)
+    return [flat[start:end] for start, end in itertools.pairwise(_int32(offsets))]
+
+
+def _int32(value: Any) -> list[int]:
+    import numpy
+
+    if isinstance(value, str):
+        value = numpy.frombuffer(base64.b64decode(value), "<i4").tolist()
+    return list(value)
+
+
+def _needs_kept_sets(args: Any) -> bool:
+    """Whether slime normalises over the top-p set of each token (`loss.py`, `_build_topp_keep_mask`)."""
+    return getattr(args, "rollout_top_p", 1.0) != 1.0
+
+
+def _check_kept(found: EpisodeSegments) -> None:
+    """Raises: ConfigurationError if the engines returned no kept set of the whole rollout."""
+    if found.episode.segments and not any(found.kept):
+        raise ConfigurationError(
+            "--rollout-top-p must be 1.0: slime trains on the top-p set of each token, and the engines "
+            f"of {found.episode.rollout_id} returned none. SGLang needs slime's patch, and vLLM "
+            "--return-sampling-mask"
+        )
 
 
 async def _response(answer: Any) -> Any:
@@ -162,11 +222,6 @@ def _request(
     sampling_params: dict[str, Any],
     evaluation: bool,
 ) -> RolloutRequest:
-    if getattr(args, "rollout_top_p", 1.0) != 1.0:
-        raise ConfigurationError(
-            "--rollout-top-p must be 1.0: slime trains on the top-p set of each token, which engines "
-            "behind Perdure do not report"
-        )
     name = "eval_max_context_len" if evaluation else "rollout_max_context_len"
     sampling = trainer_hooks.sampling_of(sampling_params)
     if getattr(args, name, None):
@@ -180,12 +235,30 @@ def _request(
     )
 
 
+def _options(args: Any) -> dict[str, Any]:
+    """`args.perdure`, with defaults for a launcher that names none: the agent of `SWE_AGENT`, the
+    sandboxes of `SWE_SANDBOX_METADATA_FILE`, the rows' file, and a new run id.
+
+    Example: {"run_id": "slime-261129013000-9f2c11", "dataset": "swe_train", "agent": "claude_code"}
+    """
+    given = dict(getattr(args, "perdure", None) or {})
+    given.setdefault("run_id", RUN_ID)
+    given.setdefault("agent", process_environment.named("SWE_AGENT") or "claude_code")
+    if "sandbox" not in given and load_settings().e2b.metadata_file:
+        given["sandbox"] = "e2b"
+    if "dataset" not in given and getattr(args, "prompt_data", None):
+        given["dataset"] = dataset_name(str(args.prompt_data))
+    return given
+
+
 def _row(sample: Any) -> dict[str, Any]:
-    """The metadata with the id that an import of slime's rows would give: its own, or the label."""
+    """slime's row, with the id that an import of its file gives: the metadata's own, or the label."""
     metadata = sample.metadata or {}
     known = {**(metadata.get("remote_env_info") or {}), **metadata}
+    named = {"instance": metadata["instance"]} if metadata.get("instance") else {}
     name = known.get("instance_id") or sample.label
-    return {**metadata, "instance_id": name} if name else metadata
+    own = {"prompt": sample.prompt, "label": sample.label, "metadata": metadata}
+    return {**own, "instance_id": name, **named} if name else {**own, **named}
 
 
 def _step() -> int:

@@ -7,7 +7,10 @@ sampling parameters that belong to a rollout.
 import asyncio
 import contextlib
 import difflib
-from collections.abc import Callable, Mapping
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +27,7 @@ from perdure.instances.rows.row_fields import Row
 from perdure.settings.settings_loader import load_settings
 from perdure.storage.store_url import open_store
 from perdure.types import EpisodeRef, Instance, RolloutRequest, Sampling, slugify
+from perdure.variant_registry import data_source_named
 
 POLL_S = 1.0
 """How often a hook checks whether its trainer has given up the step."""
@@ -44,6 +48,8 @@ CLIENT_ARGUMENTS = frozenset(
     }
 )
 """Fields of an LLM client's configuration that do not affect sampling."""
+WITHIN = ("instance", "extra_info", "metadata")
+"""Columns in which SkyRL's, verl's and slime's datasets have a row's own fields."""
 
 log = structlog.get_logger()
 
@@ -103,45 +109,74 @@ def request_of(
         {
             **shared,
             "run_id": f"{run_id}-{step}",
-            "instance": _instance(instance, dataset),
+            "instance": instance_of(instance, dataset),
             "sample_index": sample_index,
             "sampling": told,
         }
     )
 
 
-def _instance(row: Mapping[str, Any] | str, dataset: str | None) -> str:
-    """The row's reference, the same as after an import of its file."""
-    if isinstance(row, str):
+def instance_of(row: Mapping[str, Any] | str, dataset: str | None) -> str:
+    """The row's reference, the same as after an import of its file. A complete row is kept for its
+    first rollout, which puts it into the catalog."""
+    if isinstance(row, str) and not row.lstrip().startswith("{"):
         return row
-    if isinstance(row.get("instance"), str):
-        return str(row["instance"])
-    inner = row.get("instance")
-    fields = inner if isinstance(inner, Mapping) else row
-    if dataset and fields.get("instance_id"):
-        return f"{dataset}/{slugify(str(fields['instance_id']))}"
-    if dataset and (read := _converted(fields, dataset)) is not None:
+    fields: Mapping[str, Any] = json.loads(row) if isinstance(row, str) else row
+    if isinstance(fields.get("instance"), str):
+        return str(fields["instance"])
+    given = [fields, *(fields.get(name) for name in WITHIN)]
+    known = [_plain(one) for one in given if isinstance(one, Mapping)]
+    named = next((str(one["instance_id"]) for one in known if one.get("instance_id")), "")
+    if dataset and (read := _converted(known, dataset, needed=not named)) is not None:
         _unsaved[read.ref] = read
         return read.ref
+    if dataset and named:
+        return f"{dataset}/{slugify(named)}"
     raise ConfigurationError(
         "a row needs `instance` (`<dataset>/<instance_id>`). If the hook names a `dataset`, "
         "`instance_id` or the fields of a known format are enough. This row has "
-        f"{', '.join(sorted(row)) or 'no field'}{'' if dataset else ', and the hook names no `dataset`'}"
+        f"{', '.join(sorted(fields)) or 'no field'}{'' if dataset else ', and the hook names no `dataset`'}"
     )
 
 
-def _converted(fields: Mapping[str, Any], dataset: str) -> Instance | None:
-    """Read a complete row. Some formats, like R2E-Gym's and Multi-SWE-bench's, make the id from other
-    fields.
+def _plain(value: Any) -> Any:
+    """Lists in place of arrays: verl reads a parquet file's lists as numpy arrays."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
-    Raises: InstanceError for a row of a known format that lacks a field.
+
+def _converted(rows: Sequence[Mapping[str, Any]], dataset: str, *, needed: bool) -> Instance | None:
+    """The first of these rows that is complete in a known format; None if none is recognised.
+
+    Raises: InstanceError for a row of a known format that lacks a field, if it is `needed`: it has no
+    id by which an imported row could be found.
     """
-    if not fields.get("data_source"):
+    problem: InstanceError | None = None
+    for fields in rows:
+        source = str(fields.get("data_source") or "")
+        told = dict(fields)
+        if source and data_source_named(source) is None and ":" not in source:
+            del told["data_source"]  # a trainer's own name, such as verl's for its reward function
         try:
-            recognised(Row(1, fields))
+            if not told.get("data_source"):
+                recognised(Row(1, told))
         except InstanceError:
-            return None
-    return to_instance(fields, dataset, 1)
+            continue
+        try:
+            return to_instance(told, dataset, 1)
+        except InstanceError as error:
+            problem = problem or error
+    if problem is not None and needed:
+        raise problem
+    return None
+
+
+def new_run_id(trainer: str) -> str:
+    """A run id for a training that names none. After a restart, it joins no earlier rollout."""
+    return f"{trainer}-{time.strftime('%y%m%d%H%M%S')}-{secrets.token_hex(3)}"
 
 
 async def connection() -> Perdure:
@@ -158,16 +193,16 @@ async def finished(
     given_up: Callable[[], bool] = lambda: False,
     *,
     routed_experts: bool = False,
+    kept_tokens: bool = False,
 ) -> EpisodeSegments | None:
     """The rollout's episode, failed or not. None: it ended without an episode, or `given_up()` is true.
 
-    `routed_experts`: the trainer replays experts, so segments without them are left out. The
+    `routed_experts`: the trainer replays experts, so segments without them are left out.
+    `kept_tokens`: it normalises over the top-p set of each token; the same for these sets. The
     rollout is cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
     """
     perdure = await connection()
-    if (read := _unsaved.get(request.instance)) is not None:
-        await instance_catalog.save(open_store(load_settings()), read)
-        _unsaved.pop(request.instance, None)
+    await _save_row(request.instance)
     handle = await perdure.start_rollout(request)
     waiting = asyncio.ensure_future(handle.result())
     try:
@@ -178,17 +213,36 @@ async def finished(
         return None
     finally:
         await _leave(waiting, handle)
-    return None if ref is None else await _read(ref, routed_experts=routed_experts)
+    if ref is None:
+        return None
+    read = await read_episodes([ref], routed_experts=routed_experts, kept_tokens=kept_tokens)
+    found = read[0] if read else None
+    if found is not None and routed_experts:
+        found = _with(found.with_experts(), found, "the trainer replays experts")
+    if found is not None and kept_tokens:
+        found = _with(found.with_kept(), found, "the trainer needs the top-p set of each token")
+    return found
 
 
-async def _read(ref: EpisodeRef, *, routed_experts: bool) -> EpisodeSegments | None:
-    read = await read_episodes([ref], routed_experts=routed_experts)
-    if not read or not routed_experts:
-        return read[0] if read else None
-    found = read[0].with_experts()
-    if missing := len(read[0].segments) - len(found.segments):
+async def _save_row(ref: str) -> None:
+    """Put the row into the catalog, unless it is there. A row with another content replaces it."""
+    if (read := _unsaved.get(ref)) is None:
+        return
+    store = open_store(load_settings())
+    try:
+        same = await instance_catalog.load(store, ref) == read
+    except (NotFound, InstanceError):
+        same = False
+    if not same:
+        await instance_catalog.save(store, read)
+    if _unsaved.get(ref) is read:
+        del _unsaved[ref]
+
+
+def _with(found: EpisodeSegments, whole: EpisodeSegments, reason: str) -> EpisodeSegments:
+    if missing := len(whole.segments) - len(found.segments):
         log.warning(
-            "segments are left out: the trainer replays experts, and engines did not return theirs",
+            f"segments are left out: {reason}, and engines did not return theirs",
             rollout=found.episode.rollout_id,
             segments=missing,
         )

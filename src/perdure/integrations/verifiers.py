@@ -24,13 +24,14 @@ from verifiers.v1.configs.env import default_agent_harness
 from verifiers.v1.episode import EnvInfo
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, Error, ModelCall, TraceTask
-from verifiers.v1.types import Message
+from verifiers.v1.types import Message, SamplingMask
 
 from perdure.client.episode_reader import read_turns
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.recorded_messages import answer_of, conversations
 from perdure.episodes.segment_experts import segment_experts
 from perdure.errors import ConfigurationError
+from perdure.instances.rows.row_conversion import dataset_name
 from perdure.integrations import trainer_engine, trainer_hooks
 from perdure.types import ExpertRows, FinishReason, Turn
 
@@ -61,7 +62,9 @@ class Instances(vf.Taskset[InstanceTask, InstancesConfig]):  # type: ignore[misc
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{self.config.path!r} is not a JSONL file: {error}") from None
         for row in rows:
-            name = str(row.get("instance") or row.get("instance_id") or "")
+            name = str(row.get("instance") or row.get("instance_id") or "") or (
+                trainer_hooks.instance_of(row, dataset_name(self.config.path))
+            )
             yield InstanceTask(InstanceData(id=name, name=name, row=row), self.config.task)
 
 
@@ -71,7 +74,7 @@ class PerdureEnvConfig(vf.EnvConfig):  # type: ignore[misc]
     run_id: str = ""
     """Names this training run."""
     dataset: str = ""
-    """The dataset of rows that have only an `instance_id`."""
+    """The dataset of rows that do not name their `instance`. Empty = the file's name."""
     rollout: dict[str, Any] = Field(default_factory=dict)
     """Other fields of a RolloutRequest: agent, sandbox, limits, ... Also `engine: perdure`, for the engines
     of Perdure's gateways."""
@@ -129,13 +132,17 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         trace.ok = episode.ok = not trace.errors
         return episode
 
+    def _rows_dataset(self) -> str | None:
+        path = getattr(self.config.taskset, "path", "")
+        return dataset_name(path) if path else None
+
     def _request(self, task: vf.Task, sampling: Any) -> Any:
         self._samples[task.key] += 1
         return trainer_hooks.request_of(
             {
                 **self._fields,
                 "run_id": self.config.run_id,
-                "dataset": self.config.dataset or None,
+                "dataset": self.config.dataset or self._rows_dataset(),
             },
             step=self._process,
             instance=task.data.row,
@@ -201,6 +208,9 @@ def _add_branch(
         if experts is not None:
             trace.nodes[-2].routed_experts = experts[held:asked].copy()
             trace.nodes[-1].routed_experts = experts[asked:ends].copy()
+        if turn.kept_tokens is not None:
+            kept = turn.kept_tokens
+            trace.nodes[-1].sampling_mask = SamplingMask(kept.ids().copy(), kept.counts().copy())
         told = turn.sampling and vf.SamplingConfig(**turn.sampling.model_dump(mode="json"))
         trace.calls.append(ModelCall(node=parent, finish_reason=_reason(turn), sampling=told))
         held = ends

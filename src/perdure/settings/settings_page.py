@@ -87,7 +87,8 @@ def _table(group: str, about: str) -> str:
 
 def _aliases() -> str:
     rows = ["## Variables of other systems", ""]
-    rows += ["For a field of a request, they are the client's defaults.", ""]
+    rows += ["Fields of a request are the client's defaults.", ""]
+    rows += ["| variable | sets |", "|---|---|"]
     names: dict[str, list[str]] = {}
     for one in variable_aliases.ALIASES:
         target = f"`{settings_loader.variable(one.stands_for)}`"
@@ -96,12 +97,9 @@ def _aliases() -> str:
             agent = f" ({one.agent})" if one.agent else ""
             target = f"`{one.stands_for}{value}` of a request{agent}"
         names.setdefault(target, []).append(f"`{one.name}`")
-    rows += [f"- {target}: {', '.join(found)}" for target, found in names.items()]
-    rows += ["", "These set nothing:", ""]
-    unused: dict[str, list[str]] = {}
     for name, reason in variable_aliases.NOT_APPLICABLE.items():
-        unused.setdefault(reason, []).append(f"`{name}`")
-    rows += [f"- {', '.join(found)}: {reason}" for reason, found in unused.items()]
+        names.setdefault(f"nothing: {reason}", []).append(f"`{name}`")
+    rows += [f"| {', '.join(found)} | {target} |" for target, found in names.items()]
     return "\n".join(rows) + "\n"
 
 

@@ -54,30 +54,31 @@ NOT_APPLICABLE = {
     "MASTER_ADDR": "a relay needs no address; `PERDURE_GATEWAY__URL` sets one",
     "ADAPTER_PUBLIC_HOST": "a relay needs no address; `PERDURE_GATEWAY__URL` sets one",
     "SANDBOX_METADATA_FILE": "slime passes it on as `SWE_SANDBOX_METADATA_FILE`",
-    "SWE_AGENT": "use `perdure run --agent AGENT`",
+    "SWE_AGENT": "use `--agent`; slime's hook reads it",
     "SWE_BOOT_RETRIES": "Temporal retries each stage",
     "SWE_ROLLOUT_GUARD_SEC": "each stage has its own time limit",
     "SWE_EVAL_PROTOCOL": "the instance names its grader",
     "SWE_TRAIN_PROTOCOL": "the instance names its grader",
     "SWE_MAX_CONTEXT_LEN": "use `sampling.max_context_tokens` of a request",
-    "SWE_CLAUDE_CDN": "use `PERDURE_AGENTS__CLAUDE_CODE_TARBALL`",
+    "SWE_CLAUDE_CDN": "sandboxes download no agent; use `PERDURE_AGENTS__CLAUDE_CODE_TARBALL`",
     "SLIME_AGENT_CC_EXTRA_ARGS": "use `SWE_CLAUDE_EXTRA_ARGS`",
     "SLIME_AGENT_CC_EXTRA_ENVS": "use `agent_options.extra_env` of a request",
     "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "`perdure export --segments slime` uses 1024",
     "LITELLM_MODEL_REGISTRY_PATH": "use `--prices FILE`",
     "TT_DAYTONA_AUTO_STOP_MIN": "use `PERDURE_SANDBOX__TTL_S`",
     "TT_DAYTONA_AUTO_DELETE_MIN": "a stopped sandbox is deleted at once",
-    "CONFIG": "use `PERDURE_CONFIG`",
-    "PROMPT_DATA": "for the TorchTitan recipes only",
-    "HF_CHECKPOINT": "use `PERDURE_ENGINE__TOKENIZER`",
-    "REF_MODEL_PATH": "the trainer's own variable",
-    "HF_ASSETS_PATH": "use `PERDURE_ENGINE__TOKENIZER`",
+    "CONFIG": "TorchTitan's launcher passes it as `--config`",
+    "EXP_TAG": "slime's launcher names its folder by it; here `run_id`",
+    "PROMPT_DATA": "TorchTitan's recipes read it; slime's launcher passes it as `--prompt-data`",
+    "HF_CHECKPOINT": "slime's launcher passes it as `--hf-checkpoint`",
+    "REF_MODEL_PATH": "slime's launcher passes it as `--ref-load`",
+    "HF_ASSETS_PATH": "TorchTitan's recipes read it as `hf_assets_path`",
     "OH_RUNTIME_SINGULARITY_IMAGE_REPO": "a row's image may be a .sif file; "
     "`PERDURE_SANDBOX__IMAGE_MIRROR` replaces registries",
     "SANDBOX_ISOLATE_NETWORK": "sandboxes have no network, unless the request opens one",
     "SANDBOX_RUN_AS_FAKEROOT": "each provider maps users as its isolation requires",
 }
-"""Variables of the same systems that set nothing here, each with the reason."""
+"""Variables of the same systems that set no setting and no field of a request, each with the reason."""
 
 
 def find_set_alias(path: str, variables: Mapping[str, str] | None = None) -> Alias | None:

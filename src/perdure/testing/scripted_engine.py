@@ -81,6 +81,11 @@ class Experts(NamedTuple):
     total: int = 64
 
 
+def kept_set(token: int) -> list[int]:
+    """The made-up kept set of a sampled token: two or three ids, in no order."""
+    return [token + 5, token, token + 2][token % 2 :]
+
+
 def routed_experts(
     ids: Sequence[int], shape: Experts, weights: int = 0, start: int = 0
 ) -> ExpertRows:
@@ -243,9 +248,11 @@ class ScriptedEngine:
         generation: int | None = None,
         cache: CacheModel = DEFAULT_CACHE,
         experts: Experts | None = None,
+        keeps_sets: bool = False,
     ) -> None:
         """`generation`: also serve `policy-g<generation>`, and refuse other generations' names.
-        `experts`: return `routed_experts`, as vLLM with `--enable-return-routed-experts`."""
+        `experts`: return `routed_experts`, as vLLM with `--enable-return-routed-experts`.
+        `keeps_sets`: return `sampling_mask`, as vLLM 0.33 with `--return-sampling-mask`."""
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
         digest = hashlib.sha256(json.dumps(scripts or {}, sort_keys=True).encode()).hexdigest()
@@ -255,6 +262,7 @@ class ScriptedEngine:
         self.chunk_delay_s = chunk_delay_s
         self.generation = generation
         self.experts = experts
+        self.keeps_sets = keeps_sets
         self.weights = 0
         self.raw_logprobs = False
         """Like vLLM without `--logprobs-mode processed_logprobs`: sampling does not change logprobs."""
@@ -424,7 +432,7 @@ class ScriptedEngine:
                 job = job._replace(prefill=prompt_ids)
             return StreamingResponse(self._stream(request, job), media_type="text/event-stream")
         choice = _part(token_ids, logprobs, reason, [self._label()] * len(token_ids))
-        choice |= self._routed(sampling, [*prompt_ids, *token_ids])
+        choice |= self._routed(sampling, [*prompt_ids, *token_ids]) | self._mask(token_ids)
         self._advance(len(token_ids))
         call.sampled_by.extend([self.weights] * len(token_ids))
         answer = self._head(request, body)
@@ -449,6 +457,10 @@ class ScriptedEngine:
         start = sampling.get("routed_experts_prompt_start", 0)
         rows = routed_experts(read[:-1], self.experts, self.weights, start)
         return {"routed_experts": npy_of_experts(rows)}
+
+    def _mask(self, ids: Sequence[int]) -> dict[str, list[list[int]]]:
+        """vLLM sends the sets of the tokens of the same event."""
+        return {"sampling_mask": [kept_set(one) for one in ids]} if self.keeps_sets and ids else {}
 
     def _advance(self, tokens: int) -> None:
         self._step = next(self._steps)
@@ -531,7 +543,7 @@ class ScriptedEngine:
                 part = _part(ids, logprobs, job.reason if ends else None, labels if ends else None)
                 if ends:
                     part |= self._routed(sampling, [*job.call.prompt_ids, *job.token_ids])
-                yield _sse({**head, "choices": [part]})
+                yield _sse({**head, "choices": [part | self._mask(ids)]})
             if job.fault == "done_without_finish":
                 yield _sse({"error": {"message": "EngineDeadError", "code": 500}})
             elif (job.body.get("stream_options") or {}).get("include_usage"):

@@ -5,6 +5,7 @@ from enum import StrEnum
 from pydantic import model_validator
 
 from perdure.types.base import Frozen
+from perdure.types.kept_tokens import KeptTokens
 from perdure.types.routed_experts import RoutedExperts
 
 
@@ -131,6 +132,9 @@ class TurnFacts(Frozen):
     """The model that answered, as the engine names it; empty if it named none."""
     routed_experts: RoutedExperts | None = None
     """None if the engine returned none for some of its tokens."""
+    kept_tokens: KeptTokens | None = None
+    """What top-p and top-k left for each sampled token; None if the engine did not return it for
+    all of them."""
 
 
 class Usage(Frozen):

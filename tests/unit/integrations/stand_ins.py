@@ -28,6 +28,8 @@ TRAINERS = {
             weight_versions: list = dataclasses.field(default_factory=list)
             rollout_log_probs: list | None = None
             rollout_routed_experts: object = None
+            rollout_top_p_token_ids: object = None
+            rollout_top_p_token_offsets: object = None
             remove_sample: bool = False
             metadata: dict = dataclasses.field(default_factory=dict)
             session_id: str | None = None

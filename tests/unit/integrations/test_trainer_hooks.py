@@ -35,10 +35,8 @@ from perdure.integrations import (
     trl_weights,
 )
 from perdure.sandboxes.base import identity_of
-from perdure.settings.settings_loader import load_settings
 from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
-from perdure.storage.store_url import open_store
 from perdure.types import (
     EpisodeRef,
     Failure,
@@ -51,11 +49,14 @@ from perdure.types import (
     RoutedExperts,
     Turn,
 )
+from perdure.types.kept_tokens import KeptTokens
 from tests import docs_pages
 from tests.checkout_paths import ROOT
 from tests.stack.wait_until import until
 from tests.stored_episodes import store_episode
+from tests.unit.instances import test_multi_swe
 from tests.unit.instances.made_rows import r2e_row
+from tests.unit.instances.test_rows import ROW
 from tests.unit.integrations import stand_ins
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
@@ -85,12 +86,19 @@ async def episode(
     segments: int,
     routed: int = 0,
     *,
+    kept: int = 0,
     attempts: int = 0,
 ) -> EpisodeRef:
-    """`routed`: how many of its segments have experts: 5 in the first layer, 6 in the second."""
+    """`routed`: how many of its segments have experts: 5 in the first layer, 6 in the second. `kept`: how
+    many have kept sets."""
     experts = RoutedExperts.of(numpy.tile([[[5, 7], [6, 7]]], (2, 1, 1)), start=0)
     taken = tuple(
-        one.model_copy(update={"routed_experts": experts if one.index < routed else None})
+        one.model_copy(
+            update={
+                "routed_experts": experts if one.index < routed else None,
+                "kept_tokens": KeptTokens.of([[1, 7], [2]]) if one.index < kept else None,
+            }
+        )
         for one in turns(segments)
     )
     key = f"{store_keys.rollout(request.run_id, 'i', request.sample_index)}/turns.parquet"
@@ -123,6 +131,8 @@ class Stack:
         """Reward and number of segments; None: it ends without an episode. Others run for ever."""
         self.routed = 0
         """How many segments of each rollout have experts."""
+        self.kept = 0
+        """How many have kept sets."""
         self.attempts = 0
         self.requests: list[RolloutRequest] = []
         self.cancelled: list[str] = []
@@ -146,7 +156,9 @@ class Stack:
                 raise NoResult("terminated")
             stack = self.stack
             return await episode(
-                stack.store, self.request, *end, stack.routed, attempts=stack.attempts
+                *(stack.store, self.request, *end, stack.routed),
+                kept=stack.kept,
+                attempts=stack.attempts,
             )
 
         async def cancel(self) -> None:
@@ -228,20 +240,134 @@ def test_what_is_missing_is_named(fields: Any, row: Any, problem: str) -> None:
         trainer_hooks.request_of(fields, step="0", instance=row, sample_index=0, sampling={})
 
 
-async def test_a_row_of_r2e_gym_needs_no_import(
-    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row whose format makes the id is put into the catalog when its first rollout starts."""
-    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
-    stack.ends[0] = (1.0, 1)
-    fields = {"run_id": "r", "dataset": "set"}
-    request = trainer_hooks.request_of(
-        fields, step="0", instance=r2e_row(), sample_index=0, sampling={}
+async def verl_gets(row: dict[str, Any]) -> None:
+    """In verl's column `extra_info`, beside the name of verl's own reward function."""
+    loop = verl_loop(engine="perdure", dataset="set")
+    await loop.run({}, extra_info=row, data_source="my-rewards")
+
+
+async def verl_gets_columns(row: dict[str, Any]) -> None:
+    """As verl reads a parquet file: its lists are numpy arrays, also in nested columns."""
+    loop = verl_loop(engine="perdure", dataset="set")
+    await loop.run({}, **_arrays(row), data_source="my-rewards")
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _arrays(one) for name, one in value.items()}
+    if not isinstance(value, list):
+        return value
+    array = numpy.empty(len(value), object)
+    array[:] = [_arrays(one) for one in value]
+    return array
+
+
+async def slime_gets(row: dict[str, Any]) -> None:
+    """As slime's `--metadata-key` reads it."""
+    sample = slime_sample(0)
+    sample.metadata = row
+    sample.label = None
+    await slime.generate(slime_args(), sample, dict(SAMPLING))
+
+
+async def skyrl_gets(row: dict[str, Any]) -> None:
+    made = skyrl.generator(
+        SimpleNamespace(step_wise_trajectories=True), run_id="try", engine="perdure", dataset="set"
     )
+    await made.generate({**skyrl_batch(0), "env_extras": [{"instance": row}]})
+
+
+async def torchtitan_gets(row: dict[str, Any]) -> None:
+    from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields
+
+    fields = RolloutFields(more='{"engine": "perdure"}')
+    config = PerdureRollouter.Config(dataset="set", rollout=fields)
+    (request,) = PerdureRollouter(config)._requests(row, 0, 1, TitanSampling())
     await trainer_hooks.finished(request)
 
-    found = await instance_catalog.load(open_store(load_settings()), request.instance)
-    assert found.problem_statement == "add() subtracts."
+
+async def trl_gets(row: dict[str, Any]) -> None:
+    """As JSON, because TRL gives a rollout function nothing of a row but its prompt."""
+    rollouts = trl.Rollouts(run_id="try", engine="perdure", publish=False, dataset="set")
+    (request,) = rollouts._requests([json.dumps(row)], trl_trainer())
+    await trainer_hooks.finished(request)
+
+
+@pytest.mark.parametrize(
+    ("row", "ref", "problem"),
+    [
+        (r2e_row(), "set/calc__bbbbbbbbbbbb", "add() subtracts."),
+        (test_multi_swe.ROW, "set/cli__cli-10388", "It breaks\n\nOften."),
+        (ROW, f"set/{ROW['instance_id']}", ROW["problem_statement"]),
+    ],
+    ids=["R2E-Gym", "Multi-SWE-bench", "SWE-bench"],
+)
+@pytest.mark.parametrize(
+    "hook",
+    [slime_gets, verl_gets, verl_gets_columns, skyrl_gets, torchtitan_gets, trl_gets],
+    ids=lambda hook: str(hook.__name__),
+)
+async def test_a_hook_takes_the_datasets_row(
+    stack: Stack, hook: Any, row: dict[str, Any], ref: str, problem: str
+) -> None:
+    """A complete row of a known format is put into the catalog when its first rollout starts."""
+    stack.ends[0] = (1.0, 1)
+    await hook(row)
+
+    found = await instance_catalog.load(stack.store, ref)
+    assert [request.instance for request in stack.requests] == [ref]
+    assert found.problem_statement == problem
+
+
+async def test_a_row_is_imported_once_by_content(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further samples of a row write nothing; a row whose content has changed replaces the earlier."""
+    saved = []
+    save = instance_catalog.save
+
+    async def noted(store: Any, instance: Any) -> None:
+        saved.append(instance.problem_statement)
+        await save(store, instance)
+
+    monkeypatch.setattr(instance_catalog, "save", noted)
+    stack.ends[0] = (1.0, 1)
+    for text in ("First.", "First.", "Second."):
+        await verl_gets({**ROW, "problem_statement": text})
+
+    assert saved == ["First.", "Second."]
+
+
+async def test_slimes_own_row_is_imported(stack: Stack) -> None:
+    """Prompt, label and metadata with a grader, as document 002 describes them."""
+    stack.ends[0] = (1.0, 1)
+    sample = slime_sample(0)
+    sample.label = "owner/repo 1"
+    sample.metadata = {"image": "swedev/x:1", "workdir": "/workspace/x", "eval_cmd": "pytest -x"}
+    await slime.generate(slime_args(), sample, dict(SAMPLING))
+
+    found = await instance_catalog.load(stack.store, "set/owner-repo-1")
+    assert (found.problem_statement, found.environment.image) == ("Fix it.", "swedev/x:1")
+
+
+async def test_slimes_launcher_needs_no_file_of_ours(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Document 002's launcher with only the module's name changed: agent, sandboxes, rows and run
+    come from its own variables and flags."""
+    monkeypatch.setenv("SWE_SANDBOX_METADATA_FILE", str(tmp_path / "metadata.json"))
+    stack.ends |= {0: (1.0, 1), 1: (1.0, 1)}
+    args = slime_args()
+    args.perdure, args.prompt_data = None, "/path/to/swe_train.jsonl"
+    made: dict[str, Any] = {"run_id": slime.RUN_ID, "engine": "perdure"}
+    options = slime._options(args)
+    args.perdure = {**options, **made}
+    for index in range(2):
+        await slime.generate(args, slime_sample(index), dict(SAMPLING))
+
+    assert [one.instance for one in stack.requests] == ["swe_train/i"] * 2
+    assert {(one.agent, one.sandbox) for one in stack.requests} == {("claude_code", "e2b")}
+    assert {one.run_id for one in stack.requests} == {f"{slime.RUN_ID}-3"}
 
 
 # --- slime -----------------------------------------------------------------------------------
@@ -454,13 +580,66 @@ async def test_no_call_reaches_slimes_engines_between_steps(
     assert (found, seen) == (Sampled([], [], FinishReason.ABORT), [[], [], []])
 
 
-async def test_a_top_p_that_slime_replays_is_refused(stack: Stack) -> None:
-    """slime asserts a top-p set for every token later, in the middle of its step."""
-    args = SimpleNamespace(**vars(slime_args()) | {"rollout_top_p": 0.9})
+def kept_args() -> Any:
+    return SimpleNamespace(**vars(slime_args()) | {"rollout_top_p": 0.9})
 
-    with pytest.raises(ConfigurationError, match=r"--rollout-top-p must be 1\.0"):
-        await slime.generate(args, slime_sample(0), dict(SAMPLING))
-    assert stack.requests == []
+
+async def test_slime_gets_the_top_p_set_of_each_token(stack: Stack) -> None:
+    """As its loss reads them: flat ids, and one more offset than there are response tokens. A segment
+    without sets is left out, and a masked sample has an empty set."""
+    stack.kept = 1
+    stack.ends |= {0: (1.0, 2), 1: (None, 1)}
+    (sample,) = await slime.generate(kept_args(), slime_sample(0), dict(SAMPLING))
+    (masked,) = await slime.generate(kept_args(), slime_sample(1), dict(SAMPLING))
+
+    assert sample.tokens == [10, 1, 2]
+    assert list(sample.rollout_top_p_token_ids) == [1, 7, 2]
+    assert list(sample.rollout_top_p_token_offsets) == [0, 2, 3]
+    assert (masked.status.value, masked.rollout_top_p_token_ids) == ("aborted", [])
+    assert masked.rollout_top_p_token_offsets == [0, 0]
+
+
+async def test_a_top_p_without_kept_sets_is_refused(stack: Stack) -> None:
+    """slime would normalise over the whole vocabulary what was sampled from a part of it."""
+    stack.ends[0] = (1.0, 1)
+    with pytest.raises(ConfigurationError, match=r"--rollout-top-p must be 1\.0: .*returned none"):
+        await slime.generate(kept_args(), slime_sample(0), dict(SAMPLING))
+
+
+async def test_an_evaluation_needs_no_kept_sets(stack: Stack) -> None:
+    """slime does not train on it."""
+    stack.ends[0] = (1.0, 1)
+    (sample,) = await slime.generate(kept_args(), slime_sample(0), dict(SAMPLING), evaluation=True)
+
+    assert sample.reward == 1.0
+
+
+async def test_slimes_patched_sglang_returns_the_sets(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for as slime's own rollout asks; two int32 arrays in base64, as its patch sends them."""
+    from slime.utils import http_utils
+
+    def int32(*values: int) -> str:
+        return base64.b64encode(numpy.array(values, "<i4").tobytes()).decode()
+
+    http_utils.answer = {
+        "meta_info": {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-0.5, 5, None], [-0.25, 6, None]],
+            "completion_tokens": 2,
+            "weight_version": "4",
+            "top_p_token_ids": int32(5, 9, 6),
+            "top_p_token_offsets": int32(0, 2, 3),
+        }
+    }
+    monkeypatch.setattr(slime, "_awaited", {"a rollout"})
+    args = SimpleNamespace(**vars(kept_args()), sglang_router_ip="127.0.0.1", sglang_router_port=1)
+    found = await slime._sample(args, Ask([1, 2], {"top_p": 0.9}, "s", "r"))
+
+    (_, payload, _) = http_utils.asked[-1]
+    assert payload["sampling_params"]["custom_params"] == {"return_top_p_token_ids": True}
+    assert found.kept == [[5, 9], [6]]
 
 
 REPLAY = {"use_rollout_routing_replay": True, "num_layers": 2, "moe_router_topk": 2}
@@ -696,12 +875,14 @@ class SkyrlClient:
         self.weight_version = 3
         self.asked: list[tuple[Any, Any]] = []
         self.finished: list[str] = []
+        self.support: Any = None
 
     async def generate(self, batch: Any, model: str | None = None) -> dict[str, Any]:
         self.asked.append((batch, model))
         self.weight_version += 1
-        found = {"response_ids": [[5, 6]], "response_logprobs": [[-0.5, -0.25]]}
-        return {**found, "stop_reasons": ["abort"], "rollout_expert_indices": [EXPERTS]}
+        found: Any = {"response_ids": [[5, 6]], "response_logprobs": [[-0.5, -0.25]]}
+        found |= {"rollout_sample_support": self.support, "stop_reasons": ["abort"]}
+        return {**found, "rollout_expert_indices": [EXPERTS]}
 
     async def finish_session(self, session_id: str) -> None:
         self.finished.append(session_id)
@@ -793,6 +974,35 @@ async def test_skyrl_replays_experts(stack: Stack) -> None:
 
     assert output["prompt_token_ids"] == [[10], [0]]
     assert output["rollout_expert_indices"] == [[[[5, 7], [6, 7]]] * 2, [[[5, 7], [6, 7]]]]
+
+
+async def test_skyrl_replays_kept_sets(stack: Stack) -> None:
+    """With its own flag: as wide as its top-k, padded; a masked row has only padding, and a segment
+    without sets is left out."""
+    stack.kept = 1
+    stack.ends |= {0: (1.0, 2), 1: None}
+    engines = SimpleNamespace(enable_return_sample_support_set=True)
+    config = SimpleNamespace(step_wise_trajectories=False, inference_engine=engines)
+    batch = skyrl_batch(0, 1)
+    batch["sampling_params"]["top_k"] = 3
+    output = await skyrl.generator(config, run_id="try", engine="perdure").generate(batch)
+
+    assert output["prompt_token_ids"] == [[10], [0]]
+    assert [rows.tolist() for rows in output["rollout_sample_support"]] == [
+        [[1, 7, -1], [2, -1, -1]],
+        [[-1, -1, -1]],
+    ]
+
+
+async def test_skyrls_client_returns_kept_sets() -> None:
+    """Asked for only with a top-k, without which SkyRL's servers refuse the request."""
+    client = SkyrlClient()
+    client.support = [numpy.array([[5, 9], [6, -1]], numpy.int32)]
+    sample = skyrl._sampler(client, None, keeps=True)
+    found = [await sample(Ask([1], params, "s", "r")) for params in ({"top_k": 2}, {})]
+
+    assert found[0].kept == [[5, 9], [6]]
+    assert [batch["return_sample_support"] for batch, _ in client.asked] == [True, False]
 
 
 # --- the trainers' engines -------------------------------------------------------------------

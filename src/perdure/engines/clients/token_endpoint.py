@@ -80,6 +80,15 @@ class EngineRequest:
     """The first position whose experts the engine returns. Earlier turns recorded those before
     it."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary. Otherwise each kept set is all of
+        it."""
+        told = self.sampling
+        return bool(
+            told.get("top_p", 1.0) < 1 or told.get("top_k", 0) > 0 or told.get("min_p", 0.0) > 0
+        )
+
     def count_rows(self, tokens: int) -> int:
         """How many rows of experts an engine returns with `tokens` sampled tokens: one for each
         position in [routed_from, length - 1), because no forward pass reads the last token. See

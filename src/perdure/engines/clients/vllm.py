@@ -2,7 +2,8 @@
 
 The server must run with `--enable-scale-out`, and with `--logprobs-mode processed_logprobs`, so that
 logprobs belong to the distribution that was sampled from. With `--enable-return-routed-experts` it also
-returns the experts, in the event with the finish reason. Owns one stream of one engine. The pool chooses
+returns the experts, in the event with the finish reason, and with `--return-sampling-mask` (from
+0.28 on) what top-p and top-k left for each token, in the event with the token. Owns one stream of one engine. The pool chooses
 the engine and handles a broken stream.
 """
 
@@ -72,7 +73,8 @@ class VllmEngine(TokenServer):
         if token_ids:
             logprobs = _logprobs((choice.get("logprobs") or {}).get("content") or (), token_ids)
             ask.check(salvage.part, token_ids, logprobs)
-            salvage.add(token_ids, logprobs, version())
+            kept = choice.get("sampling_mask") if ask.truncates else None
+            salvage.add(token_ids, logprobs, version(), kept)
         spans = choice.get("weight_versions") or ()
         salvage.report(version_spans(spans, salvage.part))
         if choice.get("finish_reason") is None:

@@ -20,6 +20,7 @@ from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.pool.session_routing import EngineStart, holder
 from perdure.engines.pool.token_salvage import Salvage, resumable
 from perdure.types import DEFAULT_MODEL, EngineSpan, FinishReason, RoutedExperts
+from perdure.types.kept_tokens import KeptTokens
 
 MOST_MOVES = 50
 """Engines that one call may lose before it fails."""
@@ -166,6 +167,7 @@ class GenerateCall:
             routed_experts=(
                 None if experts is None else RoutedExperts.of(experts, self.routed_from)
             ),
+            kept_tokens=None if (kept := salvage.kept) is None else KeptTokens.of(kept),
         )
 
 

@@ -1,5 +1,5 @@
 """The tokens that a turn has so far, each with the engine and the policy version that sampled it, and
-the experts to which the engines routed them."""
+the experts to which the engines routed them, and what top-p left for each."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -40,6 +40,8 @@ class Salvage:
 
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    _kept: "list[array[int] | None]" = field(default_factory=list)
+    """The kept set of each token; None where the engine returned none."""
     _parts: list[tuple[str, int, int]] = field(default_factory=list)
     """Name and generation of each engine, and the index of its first token."""
     _versions: list[int | None] = field(default_factory=list)
@@ -69,8 +71,15 @@ class Salvage:
         self._loaded, self.told = version, None
         self._rows_before = self.rows
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
+    def add(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int | None,
+        kept: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Add tokens that arrived together. `version`: the policy version known to be loaded now.
+        `kept`: each token's kept set. Sets that cannot be those of the tokens are ignored.
 
         The engine may have buffered all tokens but the last. So if the version has changed since the
         previous tokens, the version of these is unknown.
@@ -81,9 +90,11 @@ class Salvage:
         new_ids, new_logprobs = array("i", ids), array("d", logprobs)
         if len(new_ids) != len(new_logprobs) or min(new_ids) < 0:
             raise ValueError(f"{len(new_logprobs)} logprobs for the sampled tokens {list(ids)[:9]}")
+        new_kept = _kept_sets(new_ids, kept)
         start = len(self.ids)
         self.ids.extend(new_ids)
         self.logprobs.extend(new_logprobs)
+        self._kept.extend(new_kept)
         held = version if version == self._loaded else None
         self._versions += [held] * (len(ids) - 1) + [version]
         self._loaded = version
@@ -114,6 +125,7 @@ class Salvage:
     def cut(self, length: int = 0) -> None:
         """Keep the first `length` tokens and drop the rest, with the experts that decided them."""
         del self.ids[length:], self.logprobs[length:], self._versions[length:]
+        del self._kept[length:]
         self._parts = [part for part in self._parts if part[2] < length]
         if self._experts is not None:
             none_new = length <= self._begun
@@ -168,6 +180,12 @@ class Salvage:
         return self._experts if same else None
 
     @property
+    def kept(self) -> "list[array[int]] | None":
+        """The kept set of each token; None if some are missing."""
+        known = [one for one in self._kept if one is not None]
+        return known if known and len(known) == len(self.ids) else None
+
+    @property
     def part(self) -> int:
         """How many tokens the current engine sampled."""
         return len(self.ids) - self._begun
@@ -197,6 +215,19 @@ class Salvage:
                 spans.append(VersionSpan(version=version, start=start, end=end))
             start = end
         return spans
+
+
+def _kept_sets(
+    ids: "array[int]", kept: Sequence[Sequence[int]] | None
+) -> "Sequence[array[int] | None]":
+    """Without sets, None for each token. Raises: TypeError, OverflowError."""
+    if kept is None:
+        return [None] * len(ids)
+    sets = [array("i", one) for one in kept]
+    if len(sets) != len(ids) or any(i not in one for i, one in zip(ids, sets, strict=True)):
+        log.warning("ignored kept sets without their tokens", tokens=len(ids), sets=len(sets))
+        return [None] * len(ids)
+    return sets
 
 
 def resumable(sampling: Mapping[str, Any]) -> bool:

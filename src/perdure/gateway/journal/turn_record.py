@@ -102,7 +102,7 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
     if record.answer.stop_sequence is None:
         del answer["stop_sequence"]  # gateways of earlier versions refuse unknown fields
     tools = {"tools": record.tools} if record.tools else {}
-    for name in ("waiting_seconds", "mark", "routed_experts"):
+    for name in ("waiting_seconds", "mark", "routed_experts", "kept_tokens"):
         if not fields[name]:
             del fields[name]
     return fields | tools | {"messages": record.messages, "answer": answer}

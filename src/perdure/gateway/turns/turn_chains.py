@@ -297,8 +297,8 @@ class Tree:
         continued = rolled or self._rolled(base, record)
         parent = self._node(record.parent)
         routed = _positions_with_experts(record, parent)
-        if record.routed_experts is not None:
-            record = record.model_copy(update={"routed_experts": None})
+        if record.routed_experts is not None or record.kept_tokens is not None:
+            record = record.model_copy(update={"routed_experts": None, "kept_tokens": None})
         node = Node(record, parent, base, continued, routed)
         self.nodes.append(node)
         self._index(node)

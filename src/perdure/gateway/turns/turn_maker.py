@@ -276,6 +276,7 @@ def replayed(pending: PendingTurn, recorded: RecordedTurn) -> TurnRecord:
             asked_model=old.asked_model,
             model=old.model,
             routed_experts=old.routed_experts,
+            kept_tokens=old.kept_tokens,
         ),
         read=Read(old.answer, old.reasoning_open, old.placeholder),
         miss=REPLAYED,
@@ -347,6 +348,7 @@ def _record(
         reasoning_open=read.reasoning_open,
         placeholder=read.placeholder,
         routed_experts=completion.routed_experts,
+        kept_tokens=completion.kept_tokens,
     )
 
 

@@ -5,8 +5,15 @@
         --hf_assets_path ./Qwen3-8B --rollouter.run_id try-1 --rollouter.rollout.sandbox daytona
 
 Sizes and batch are those of TorchTitan's SWE example (pull request 3734): 8 prompts x 8 samples, rows
-of 32,768 tokens, binary reward. We have never run them on GPUs.
+of 32,768 tokens, binary reward. We have never run them on GPUs. The example's own names of its recipes
+(`..._swe_r2e`) mean the same in Daytona's sandboxes.
+
+    DAYTONA_API_KEY=dtn_... PROMPT_DATA=r2e.jsonl HF_ASSETS_PATH=./Qwen3-1.7B python -m \\
+        torchtitan.experiments.rl.train --module perdure.integrations.torchtitan \\
+        --config rl_grpo_qwen3_1_7b_swe_r2e
 """
+
+import dataclasses
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -61,6 +68,32 @@ def rl_grpo_qwen3_30b_a3b_swe() -> Controller.Config:
     return _recipe("30B-A3B", trainer=trainer, experts=4)
 
 
+def rl_grpo_qwen3_1_7b_swe_r2e() -> Controller.Config:
+    return _on_daytona(rl_grpo_qwen3_1_7b_swe())
+
+
+def rl_grpo_qwen3_8b_swe_r2e() -> Controller.Config:
+    return _on_daytona(rl_grpo_qwen3_8b_swe())
+
+
+def rl_grpo_qwen3_14b_swe_r2e() -> Controller.Config:
+    return _on_daytona(rl_grpo_qwen3_14b_swe())
+
+
+def rl_grpo_qwen3_32b_swe_r2e() -> Controller.Config:
+    return _on_daytona(rl_grpo_qwen3_32b_swe())
+
+
+def rl_grpo_qwen3_30b_a3b_swe_r2e() -> Controller.Config:
+    return _on_daytona(rl_grpo_qwen3_30b_a3b_swe())
+
+
+def _on_daytona(recipe: Controller.Config) -> Controller.Config:
+    rollout = dataclasses.replace(recipe.rollouter.rollout, sandbox="daytona")
+    recipe.rollouter = dataclasses.replace(recipe.rollouter, rollout=rollout)
+    return recipe
+
+
 def _recipe(
     size: str,
     *,
@@ -72,7 +105,7 @@ def _recipe(
     data = process_environment.named("PROMPT_DATA")
     return Controller.Config(
         model_spec=model_registry(size, attn_backend="varlen"),
-        hf_assets_path=f"Qwen3-{size}",
+        hf_assets_path=process_environment.named("HF_ASSETS_PATH") or f"Qwen3-{size}",
         num_generators=generators,
         async_loop=AsyncLoopConfig(
             num_training_steps=24,

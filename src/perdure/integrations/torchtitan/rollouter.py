@@ -89,7 +89,7 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         message_env: MessageEnv.Config = field(default_factory=MessageEnv.Config)
         """Not used."""
         run_id: str = ""
-        """Names this training run."""
+        """Names this training run. Empty = a new name at each start."""
         dataset: str = ""
         """The dataset of rows that do not name their `instance`. Empty = the training file's name."""
         rollout: RolloutFields = field(default_factory=RolloutFields)
@@ -103,7 +103,8 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         super().__init__(config)
         rows = getattr(config.train_dataset, "path", "")
         dataset = config.dataset or (dataset_name(rows) if rows else None)
-        own = {"run_id": config.run_id, "dataset": dataset, "engine_host": config.engine_host}
+        run_id = config.run_id or trainer_hooks.new_run_id("torchtitan")
+        own = {"run_id": run_id, "dataset": dataset, "engine_host": config.engine_host}
         self._fields, self._engine = trainer_engine.engine_of_run(
             {**config.rollout.to_request(), **own}, ACCEPTED, port=config.engine_port
         )
