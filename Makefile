@@ -97,7 +97,7 @@ chaos: setup ## kill real processes with -9 and SIGTERM, and lose answers (slow)
 	@$(RUN) --extra serving pytest -s tests/chaos --ray --seeds $(SEEDS) --rollouts $(ROLLOUTS)
 
 bench: setup ## run the benchmarks that need no other software, one after the other (slow)
-	@for b in overhead live crash deadline sandbox channel gateway_load turn temporal routing gradings judge; do $(RUN) python -m benchmarks.$$b || exit 1; done
+	@for b in overhead live crash deadline sandbox channel gateway_load turn mcp temporal routing gradings judge; do $(RUN) python -m benchmarks.$$b || exit 1; done
 
 learn: SEEDS = 1,2,3
 learn: setup ## train a tiny model through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=2 OPTIONS='--staleness 1'

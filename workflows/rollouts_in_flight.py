@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
         RolloutStatus,
         RunRequest,
         RunStatus,
+        TokenCounts,
     )
     from workflows import activity_options
     from workflows.activity_redispatch import ordered
@@ -297,10 +298,16 @@ class Window:
             self.counts.by_status[STILL_RUNNING] += kept
 
     def _pay(self, episode: EpisodeRef) -> None:
-        sampled, prompt, cached = episode.tokens, episode.prompt_tokens, episode.cached_tokens
-        self.counts.tokens += prompt + sampled
-        if (price := self.run.budget.price) is not None:
-            self.counts.dollars += price.of(prompt, cached, sampled)
+        budget, others = self.run.budget, episode.other_tokens
+        agent = TokenCounts(
+            prompt_tokens=episode.prompt_tokens,
+            cached_tokens=episode.cached_tokens,
+            sampled_tokens=episode.tokens,
+        )
+        self.counts.tokens += sum(one.total for one in (agent, *others.values()))
+        self.counts.dollars += budget.cost(agent, others)
+        if problem := budget.lacks_price_of(others):  # a row may name the model that plays its user
+            self.throttle.stop_for(problem)
 
     def _count(self, episode: EpisodeRef) -> None:
         if self.is_closed:

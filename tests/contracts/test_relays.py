@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.errors import AgentError, ConfigurationError
@@ -45,6 +45,7 @@ def once(number):
     body = {"model": "m", "stream": ask.get("stream", False)}
     body["messages"] = [{"role": "user", "content": text}]
     body["contents"] = [{"role": "user", "parts": [{"text": text}]}]
+    body = ask.get("body", body)
     held = {ask["header"]: ask["key"]} if "header" in ask else {"authorization": "Bearer " + ask["key"]}
     headers = {"content-type": "application/json", **held}
     content = json.dumps(body) if ask.get("method", "POST") == "POST" else None
@@ -243,6 +244,62 @@ async def test_killed_host_loses_nothing(stand: Stand) -> None:
         [(status, text)] = await stand.answers("client")
 
     assert (status, stand.engine.stats().calls) == (200, 1), text
+
+
+class Tool:
+    """An MCP server that counts the calls of its tool, and may hold them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.called, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.url = ""
+
+    async def _call(self, request: Request) -> Response:
+        self.calls += 1
+        self.called.set()
+        message = await request.json()
+        await self.may_answer.wait()
+        return JSONResponse({"jsonrpc": "2.0", "id": message["id"], "result": {"content": []}})
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["Tool"]:
+        app = Starlette(routes=[Route("/mcp", self._call, methods=["POST"])])
+        async with served(app) as url:
+            self.url = f"{url}/mcp"
+            yield self
+            self.may_answer.set()
+
+
+TOOL_CALL = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "t"}}
+
+
+async def test_tool_calls_pass(stand: Stand) -> None:
+    """A sandbox without a network reaches its session's MCP servers."""
+    async with Tool().serving() as tool:
+        tool.may_answer.set()
+        stand.key = await stand.gateway.open("tools", mcp_servers={"t": {"url": tool.url}})
+        async with stand.relay():
+            [(status, text)] = await stand.ask(path="/v1/mcp/t", body=TOOL_CALL)
+
+    assert (status, json.loads(text)["result"], tool.calls) == (200, {"content": []}, 1)
+
+
+async def test_a_tool_call_of_a_killed_host_is_not_done_twice(stand: Stand) -> None:
+    """The tool may have done its work, so no one repeats the call as for a model: the attempt ends."""
+    async with Tool().serving() as tool:
+        stand.key = await stand.gateway.open("tools", mcp_servers={"t": {"url": tool.url}})
+        async with stand.host() as first:
+            await stand.start("client", path="/v1/mcp/t", body=TOOL_CALL)
+            await tool.called.wait()
+            first.send_signal(signal.SIGKILL)
+            await first.wait()
+        async with stand.host():
+            [(status, text)] = await stand.answers("client")
+        failed = (await stand.gateway.control.get("tools")).mcp_failed
+
+    assert (status, tool.calls) == (200, 1)
+    assert "was lost on the way to the sandbox" in json.loads(text)["error"]["message"]
+    assert "MCP server 't' at 127.0.0.1" in failed
 
 
 async def test_host_that_comes_back_repeats_no_old_call(stand: Stand) -> None:

@@ -35,10 +35,12 @@ from perdure.types import (
     EpisodeRef,
     GroupRequest,
     Outcome,
+    Price,
     RolloutRequest,
     RolloutStatus,
     RunRequest,
     RunSummary,
+    TokenCounts,
 )
 from tests.stack.wait_until import PATIENCE_S, until
 from tests.workflows.activity_gate import Gate
@@ -788,6 +790,46 @@ async def test_a_run_buys_no_more_than_its_budget(
     assert summary.by_status == {"graded": graded, "cancelled": 8 - graded}
     assert summary.stopped == f"it has used {graded},000 of 1,500 tokens"
     assert (await run.progress()).stopped == summary.stopped
+
+
+async def test_a_run_counts_its_judges_and_pauses_at_one_without_a_price(
+    client: Client, stages: Stages
+) -> None:
+    """A row may name the model that plays its user, whose price no check before the run can miss."""
+    used = {"judge": TokenCounts(prompt_tokens=1000, cached_tokens=500, sampled_tokens=100)}
+
+    async def emit(ending: Ending) -> EpisodeRef:
+        row = ending.request.instance_id
+        others = {**used, "user": TokenCounts(sampled_tokens=1)} if row == "add-1" else used
+        return EpisodeRef(
+            uri="file:///e",
+            instance_id=row,
+            sample_index=0,
+            agent="nop",
+            status=ending.status,
+            tokens=100,
+            other_tokens=others,
+        )
+
+    price = Price(input=1000, cached=200, output=2000)
+    budget = Budget(dollars=4.9, price=price, other_prices={"jud*": price})
+    stages.override["emit_episode"] = emit
+    stages.instances = tuple(f"toy/add-{k}" for k in range(9))
+    run = await Perdure(client).start_run(_run(concurrency=1).model_copy(update={"budget": budget}))
+
+    async def is_paused() -> bool:
+        return (await run.progress()).state == "attention"
+
+    await until(is_paused, "the run has paused itself")
+    paused = await run.progress()
+    await run.resume()
+    summary = await run.result()
+
+    assert paused.attention.startswith("a limit in dollars needs the price of user")
+    assert paused.done in (2, 3), "one more may have started"
+    assert paused.tokens == paused.done * 1200 + 1
+    assert paused.dollars == pytest.approx(paused.done * (0.2 + 0.5 + 0.1 + 0.2))
+    assert re.fullmatch(r"it has used [56]\.00 of 4\.90 dollars", summary.stopped)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -38,6 +38,7 @@ from perdure.types import (
     Sampling,
     Segment,
     SegmentKind,
+    TokenCounts,
     Turn,
 )
 
@@ -51,6 +52,11 @@ class ModelUsage(Frozen):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
+
+    @property
+    def tokens(self) -> TokenCounts:
+        counts = ("prompt_tokens", "cached_tokens", "sampled_tokens")
+        return TokenCounts(**{name: getattr(self, name) for name in counts})
 
 
 def usage_of(turn: Turn) -> ModelUsage:
@@ -205,6 +211,8 @@ class Episode(Frozen):
     """Usage per model that answered."""
     user_usage: tuple[ModelUsage, ...] = ()
     """Usage of the model that played the user, in all attempts. It is in no other count."""
+    judge_usage: tuple[ModelUsage, ...] = ()
+    """Usage of the judge, in all gradings. It is in no other count."""
     turn_tokens: tuple[tuple[int, int], ...] = ()
     """Prompt and sampled tokens of each turn."""
     trained_tokens: int = 0
@@ -258,6 +266,15 @@ class Episode(Frozen):
         given = self.attempts[-1].model if self.attempts else ""
         given = self.adopted.model if self.adopted else given
         return models_of(self.turns, [one.model for one in self.usage], given)
+
+    @property
+    def other_tokens(self) -> dict[str, TokenCounts]:
+        """Tokens of its judge and its user, by the model that was asked."""
+        calls = [
+            one.model_copy(update={"model": one.asked_model or one.model, "asked_model": ""})
+            for one in (*self.judge_usage, *self.user_usage)
+        ]
+        return {one.model: one.tokens for one in usage_by_model(calls)}
 
     @property
     def round(self) -> int:
@@ -368,6 +385,7 @@ class Episode(Frozen):
             trained_tokens=self.trained_tokens if self.trainable else 0,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
+            other_tokens=self.other_tokens,
             trainable=self.trainable,
             failure=self.failure,
             policy_version_min=self.policy_version_min,
@@ -397,6 +415,7 @@ class EpisodeParts:
     grade: Grade | None = None
     adopted: Adopted | None = None
     user_usage: tuple[ModelUsage, ...] = ()
+    judge_usage: tuple[ModelUsage, ...] = ()
     failure: Failure | None = None
     stopped_in: str = ""
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -458,6 +477,7 @@ COPIED = (
     "patch",
     "adopted",
     "user_usage",
+    "judge_usage",
     "turns_key",
 )
 """Fields that `EpisodeParts` and `Episode` share."""

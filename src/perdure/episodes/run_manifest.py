@@ -9,7 +9,7 @@ from typing import Any
 
 from perdure.episodes.episode import Episode
 from perdure.episodes.token_accounting import count
-from perdure.types import Adopted, AgentEnd, Failure, Outcome, RolloutStatus
+from perdure.types import Adopted, AgentEnd, Failure, Outcome, RolloutStatus, TokenCounts
 
 NOT_CALIBRATED = "not_calibrated"
 
@@ -46,6 +46,7 @@ class Counted:
     prompt_tokens: int
     cached_tokens: int
     sampled_tokens: int
+    other_tokens: Mapping[str, TokenCounts]
     trained_tokens: int
     discarded_prompt_tokens: int
     discarded_sampled_tokens: int
@@ -55,6 +56,14 @@ class Counted:
     stage_seconds: Mapping[str, float]
     engine_seconds: float
     environment_seconds: float
+
+    @property
+    def tokens(self) -> TokenCounts:
+        return TokenCounts(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            sampled_tokens=self.sampled_tokens,
+        )
 
 
 SAME = [  # fields that `Episode` has under the same name

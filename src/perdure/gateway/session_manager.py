@@ -496,11 +496,25 @@ class Sessions:
             await self._refresh(session)
             return session.mcp_ended
 
-    async def note_mcp_begun(self, session_id: str, call_id: str, place: str) -> None:
-        """Journal a call that is about to be sent, as this process's. Raises: NotFound."""
-        async with self._using(session_id) as session:
-            session.mcp_here.add(call_id)
-        await self._note_mcp(session_id, begun_record(call_id, place))
+    async def note_mcp_begun(self, session_id: str, call_id: str, place: str) -> bool:
+        """Journal a call that is about to be sent, as this process's. Returns False if a call with this
+        id has begun before, in any process. Raises: NotFound."""
+        is_new = False
+
+        async def note(_: Wait | None) -> None:
+            async with self._using(session_id) as session:
+
+                def begun() -> Record | None:
+                    nonlocal is_new
+                    is_new = not session.sealed and call_id not in session.mcp_known
+                    if is_new:
+                        session.mcp_here.add(call_id)
+                    return begun_record(call_id, place) if is_new else None
+
+                await self._write(session, begun)
+
+        await self._outlasting(session_id, note)
+        return is_new
 
     async def note_mcp_call(self, session_id: str, call_id: str, call: McpCall) -> None:
         """Journal how a call ended; it is durable on return. Raises: NotFound."""

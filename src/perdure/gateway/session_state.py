@@ -134,6 +134,8 @@ class Session:
     """Why a call of an MCP server got no answer; empty if each got one. The first reason stays."""
     mcp_begun: dict[str, str] = field(default_factory=dict)
     """Id of each open MCP call -> its server, as messages name it."""
+    mcp_known: set[str] = field(default_factory=set)
+    """Ids of all MCP calls that have begun."""
     mcp_here: set[str] = field(default_factory=set)
     """Ids of the open MCP calls that this process sent."""
     mcp_ended: set[str] = field(default_factory=set)
@@ -213,6 +215,7 @@ class Session:
             self.stopped = True
         elif record["kind"] == MCP_BEGUN:
             self.mcp_begun[record["call"]] = record["place"]
+            self.mcp_known.add(record["call"])
         elif record["kind"] == MCP_CALL:
             self.mcp_begun.pop(record["call"], None)
             self.mcp_here.discard(record["call"])

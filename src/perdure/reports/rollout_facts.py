@@ -86,6 +86,7 @@ class _Episode(Frozen):
     sampled_tokens: int = 0
     usage: tuple[ModelUsage, ...] = ()
     user_usage: tuple[ModelUsage, ...] = ()
+    judge_usage: tuple[ModelUsage, ...] = ()
     turn_tokens: tuple[tuple[int, int], ...] = ()
     policy_version_min: int | None = None
     policy_version_max: int | None = None
@@ -171,6 +172,12 @@ class RolloutFacts:
     def all_usage(self) -> tuple[ModelUsage, ...]:
         """Tokens of all model calls, those of discarded attempts, the judge and the user included."""
         return (*self.usage, *self.discarded, *self.judged, *self.user_usage)
+
+    @property
+    def spent_tokens(self) -> int:
+        """Prompt and sampled tokens that a run's budget counts."""
+        others = sum(one.tokens.total for one in (*self.judged, *self.user_usage))
+        return self.prompt_tokens + self.sampled_tokens + others
 
     @property
     def name(self) -> str:
@@ -276,12 +283,13 @@ def parse_facts(data: bytes) -> RolloutFacts:
         signals=grade.signals,
         withheld=grade.withheld,
         adopted=episode.adopted,
-        judged=_judged(grade.model_score),
+        judged=episode.judge_usage or _judged(grade.model_score),
         user_usage=episode.user_usage,
     )
 
 
 def _judged(score: _ModelScore | None) -> tuple[ModelUsage, ...]:
+    """For an episode of an earlier version, which has no `judge_usage`."""
     if score is None or not score.sampled_tokens:  # a reward model behind HTTP reports no tokens
         return ()
     counts = score.model_dump(include={"prompt_tokens", "cached_tokens", "sampled_tokens"})

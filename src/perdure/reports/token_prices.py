@@ -7,7 +7,6 @@ Example:
     output = 10.0
 """
 
-import fnmatch
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from perdure.episodes.episode import ModelUsage, models_of
 from perdure.errors import ConfigurationError
 from perdure.reports.rollout_facts import RolloutFacts
-from perdure.types import Price
+from perdure.types import Price, price_of
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,7 @@ class Prices:
 
     def of(self, *names: str) -> Price | None:
         """The price of a model with any of these names; None if the file has none."""
-        for glob, price in self.by_model.items():
-            if any(name and fnmatch.fnmatchcase(name, glob) for name in names):
-                return price
-        return None
+        return price_of(self.by_model, *names)
 
     def of_usage(self, usage: ModelUsage) -> Price | None:
         """The price by the name of the model that answered, otherwise by the requested name."""

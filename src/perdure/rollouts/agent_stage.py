@@ -81,8 +81,8 @@ async def _run_in(job: Job, sandbox: Sandbox) -> AgentRun:
         if not status.done:
             return await _stopped(job, session, sandbox)
         run = await _conclude(job, session, sandbox, status)
-        if status.cause == "timeout" and conversation is not None and conversation.is_unanswered:
-            run = run.model_copy(update={"unanswered": "the user did not answer in time"})
+        if conversation is not None and (reason := await conversation.unanswered(status)):
+            run = run.model_copy(update={"unanswered": reason[:REASON_LIMIT]})
         run = await _unless_host_failed(job, run)
         return run.model_copy(update={"watched_again": is_started})
     except asyncio.CancelledError:
@@ -240,7 +240,7 @@ async def _watch(
                 excused = min(waited + coming, LONGEST_WAIT_S)
                 await sandbox.extend(EXEC_ID, job.agent_budget_s + excused)
             is_refused = summary.too_stale or summary.is_hopeless or summary.capped
-            no_answer = is_refused or summary.waits_for_quota(time.time())
+            no_answer = is_refused or _waits_for_quota(summary, conversation)
             if no_answer or summary.mcp_failed:
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
                 status = await sandbox.wait(EXEC_ID, KILLED_S)
@@ -262,6 +262,12 @@ def _waited(session: SessionSummary, conversation: Conversation | None) -> float
 def _waits(session: SessionSummary, conversation: Conversation | None) -> bool:
     """Whether the agent waits for an engine or the user now."""
     return session.waits is not None or (conversation is not None and conversation.is_waiting)
+
+
+def _waits_for_quota(session: SessionSummary, conversation: Conversation | None) -> bool:
+    """Whether the agent's model or its user's answers nothing before a quota resets."""
+    of_user = conversation is not None and conversation.waits_for_quota
+    return of_user or session.waits_for_quota(time.time())
 
 
 async def _conclude(

@@ -35,9 +35,20 @@ from perdure.sandboxes.base import identity_of
 from perdure.storage import store_keys, stored_json
 from perdure.storage.base import Store
 from perdure.telemetry import metrics
-from perdure.types import Adopted, EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
+from perdure.types import (
+    Adopted,
+    EpisodeRef,
+    Failure,
+    Grade,
+    Instance,
+    ModelScore,
+    PatchRef,
+    RolloutStatus,
+    TokenCounts,
+)
 
 USER_TURN = re.compile(r"/user-\d+\.json$")
+MODEL_SCORE = re.compile(r"/reward-model-[^/]+\.json$")
 INTERRUPTED = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
 """Statuses of a rerun that ended without a result."""
 
@@ -158,6 +169,7 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
         grade=grade,
         adopted=await _adopted(store, ending, damaged),
         user_usage=await _user_usage(store, attempts, damaged),
+        judge_usage=await _judge_usage(store, attempts, damaged),
         failure=ending.failure,
         stopped_in=ending.stopped_in,
         stage_seconds=stages,
@@ -180,11 +192,28 @@ async def _user_usage(
 ) -> tuple[ModelUsage, ...]:
     """What the model that played the user cost. Attempts may share a completion, which counts once."""
     found: dict[str, ModelUsage] = {}
-    for key in (key for one in attempts for key in one.evidence if USER_TURN.search(key)):
+    for key in _keys(attempts, USER_TURN):
         turn = await _evidence(store, key, UserTurn, damaged)
         if turn is not None and (made := turn.completion) is not None:
             found[made.id] = ModelUsage(turns=1, **made.model_dump(exclude={"id"}))
     return usage_by_model(found.values())
+
+
+async def _judge_usage(
+    store: Store, attempts: Sequence[AttemptSummary], damaged: list[str]
+) -> tuple[ModelUsage, ...]:
+    """What the judge cost, also for gradings that gave no verdict."""
+    found = []
+    for key in _keys(attempts, MODEL_SCORE):
+        score = await _evidence(store, key, ModelScore, damaged)
+        if score is not None and score.asked_model:  # a reward model behind HTTP reports no tokens
+            counts = score.model_dump(include={"model", "asked_model", *TokenCounts.model_fields})
+            found.append(ModelUsage(turns=score.calls, **counts))
+    return usage_by_model(found)
+
+
+def _keys(attempts: Sequence[AttemptSummary], names: re.Pattern[str]) -> list[str]:
+    return [key for one in attempts for key in one.evidence if names.search(key)]
 
 
 async def _evidence(store: Store, key: str, model: type[Model], damaged: list[str]) -> Model | None:

@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     rollout = run.rollout_request("any/instance")
     check_options(rollout.agent, rollout.agent_options, rollout.mcp_servers, rollout.user)
     phase_specs.check(rollout, None, services.provider)
+    run.check_prices()
     store = services.store
     if run.again is not None:
         if run.again.start_at == "boot":
@@ -238,17 +240,8 @@ async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> st
     ended = [one for one in episodes if one.status in whole]
     if len(ended) >= planned:
         return ""
-    tokens = sum(one.prompt_tokens + one.sampled_tokens for one in episodes)
-    price = run.budget.price
-    dollars = (
-        price.of(
-            sum(one.prompt_tokens for one in episodes),
-            sum(one.cached_tokens for one in episodes),
-            sum(one.sampled_tokens for one in episodes),
-        )
-        if price
-        else 0.0
-    )
+    tokens = sum(c.total for one in episodes for c in (one.tokens, *one.other_tokens.values()))
+    dollars = math.fsum(run.budget.cost(one.tokens, one.other_tokens) for one in episodes)
     return run.budget.used_up(tokens, dollars)
 
 

@@ -40,6 +40,7 @@ from perdure.types.requests import (
     Sampling,
     StartAt,
     Straggler,
+    price_of,
 )
 from perdure.types.resource_limits import (
     AccountCaps,
@@ -69,6 +70,7 @@ from perdure.types.results import (
     RunStatus,
     RunSummary,
     TestStatus,
+    TokenCounts,
     TurnGrade,
     Verification,
 )
@@ -166,6 +168,7 @@ __all__ = [
     "StartAt",
     "Straggler",
     "TestStatus",
+    "TokenCounts",
     "Turn",
     "TurnFacts",
     "TurnGrade",
@@ -178,5 +181,6 @@ __all__ = [
     "VersionSpan",
     "conversation_user",
     "distinct_twins",
+    "price_of",
     "slugify",
 ]

@@ -1,9 +1,10 @@
 """The inputs of workflows, as `temporal workflow start --input` takes them."""
 
+import fnmatch
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -13,7 +14,7 @@ from perdure.types.base import Request
 from perdure.types.identifier_patterns import InstanceRef, Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Limits, Phases
-from perdure.types.results import Outcome, RewardForm, RolloutStatus
+from perdure.types.results import Outcome, RewardForm, RolloutStatus, TokenCounts
 from perdure.types.reward_models import RewardModel
 from perdure.types.simulated_users import SimulatedUser
 
@@ -89,13 +90,16 @@ class Price(Request):
         return ((prompt - cached) * self.input + cached * read + sampled * self.output) / 1e6
 
 
-class Budget(Request):
-    """Limits on what a run may spend. Once one is reached, the run starts no more rollouts, stops
-    running agents and grades their patches. A rollout's tokens count when it has ended.
+def price_of(prices: Mapping[str, Price], *names: str) -> Price | None:
+    """The first price whose glob matches one of these names of a model; None if none does."""
+    for glob, price in prices.items():
+        if any(name and fnmatch.fnmatchcase(name, glob) for name in names):
+            return price
+    return None
 
-    Example:
-        {"dollars": 20, "price": {"input": 1.25, "cached": 0.125, "output": 10}}
-    """
+
+class SpendingLimits(Request):
+    """Limits on tokens and dollars."""
 
     tokens: int | None = Field(None, ge=1)
     """Prompt and sampled tokens of all model calls."""
@@ -103,7 +107,7 @@ class Budget(Request):
     price: Price | None = None
 
     @model_validator(mode="after")
-    def _dollars_have_a_price(self) -> "Budget":
+    def _dollars_have_a_price(self) -> Self:
         if self.dollars is not None and self.price is None:
             raise ValueError("a limit in dollars needs the model's price: give 'price' too")
         return self
@@ -117,7 +121,47 @@ class Budget(Request):
         return ""
 
 
-class Caps(Budget):
+class Budget(SpendingLimits):
+    """Limits on what a run may spend, with its judges and simulated users. Once one is reached, the
+    run starts no more rollouts, stops running agents and grades their patches. A rollout's tokens
+    count when it has ended.
+
+    Example:
+        {"dollars": 20, "price": {"input": 1.25, "cached": 0.125, "output": 10},
+         "other_prices": {"judge-*": {"input": 0.25, "output": 2}}}
+    """
+
+    other_prices: dict[str, Price] = Field(default_factory=dict)
+    """Prices of the models that judge or play users, by a glob of the name that the request or the row
+    gives. The first match counts. A limit in dollars needs one for each of them."""
+
+    def cost(self, agent: TokenCounts, others: Mapping[str, TokenCounts]) -> float:
+        """Dollars; 0 without a price. `others`: of judges and users, by model."""
+        if self.price is None:
+            return 0.0
+        paid = [(self.price, agent)]
+        paid += [
+            (price, counts)
+            for model, counts in others.items()
+            if (price := price_of(self.other_prices, model)) is not None
+        ]
+        return math.fsum(
+            price.of(counts.prompt_tokens, counts.cached_tokens, counts.sampled_tokens)
+            for price, counts in paid
+        )
+
+    def lacks_price_of(self, others: Iterable[str]) -> str:
+        """What to do if it limits dollars and one of these judges and users has no price; else empty."""
+        missing = [name for name in others if price_of(self.other_prices, name) is None]
+        if self.dollars is None or not missing:
+            return ""
+        return (
+            f"a limit in dollars needs the price of {' and '.join(missing)}: add it to the file of "
+            "--prices (`budget.other_prices`)"
+        )
+
+
+class Caps(SpendingLimits):
     """Limits on the model calls of one attempt, replayed ones included. The gateway enforces them
     for every agent: once one is reached, it refuses the next call, and the agent ends as `limit`.
     Calls in flight still get their answers. `agent_budget_s` limits the time.
@@ -248,6 +292,13 @@ class RolloutRequest(Request):
                 "`perdure grade SOURCE --predictions FILE`"
             )
         return self
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """The models that judge or play the user, as far as the request names them."""
+        judge, user = self.reward_model, self.user
+        named = (judge.model if judge is not None else "", user.model if user is not None else "")
+        return tuple(dict.fromkeys(filter(None, named)))
 
     @property
     def instance_id(self) -> str:
@@ -475,6 +526,11 @@ class RunRequest(Changeable):
         if after.limit is not None and after.limit < (self.limit or math.inf):
             return f"limit: {self.limit or 'none'} -> {after.limit}"
         return ""
+
+    def check_prices(self) -> None:
+        """Raises: ConfigurationError if the budget lacks a price that its rollouts' request needs."""
+        if problem := self.budget.lacks_price_of(self.rollout_request("any/instance").other_models):
+            raise ConfigurationError(problem)
 
     def rollout_request(self, instance: str, sample_index: int = 0) -> RolloutRequest:
         """The request of one sample. Raises: pydantic.ValidationError for a bad `rollout` field."""

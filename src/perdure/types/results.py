@@ -130,6 +130,19 @@ class CalibrationState(StrEnum):
     """A reward of this row would be meaningless. Runs of its dataset leave it out."""
 
 
+class TokenCounts(Frozen):
+    """Tokens of calls of one model."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """The part of `prompt_tokens` that a hosted API read from its cache."""
+    sampled_tokens: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prompt_tokens + self.sampled_tokens
+
+
 class ModelScore(Frozen):
     """What the request's reward model answered about a patch, and what it cost.
 
@@ -140,6 +153,8 @@ class ModelScore(Frozen):
 
     model: str
     """The judge's model, or the URL of the reward model."""
+    asked_model: str = ""
+    """The judge's model as the request names it."""
     rewards: dict[str, float]
     """Its score and the parts of that, under the names that they have in `Grade.named_rewards`."""
     reward: float
@@ -323,6 +338,8 @@ class EpisodeRef(Frozen):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """The part of `prompt_tokens` that a hosted API read from its cache."""
+    other_tokens: dict[str, TokenCounts] = Field(default_factory=dict)
+    """Tokens of its judge and its simulated user, by the model that was asked."""
     trainable: bool = False
     failure: Failure | None = None
     policy_version_min: int | None = None
@@ -360,7 +377,7 @@ class RunStatus(Frozen):
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
     tokens: int = 0
-    """Prompt and sampled tokens of the rollouts that have ended."""
+    """Prompt and sampled tokens of the rollouts that have ended, with those of judges and users."""
     dollars: float = 0.0
     """Cost of these tokens, if the run's budget has a price."""
     grade_seconds: float = 0.0

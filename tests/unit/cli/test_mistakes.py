@@ -167,6 +167,12 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (f"{DRY} -a nop", {}, r"give one agent, not 2"),
     (f"{DRY} --max-cost 5", {}, r"--max-cost needs --prices FILE"),
     (f"{DRY} --max-cost 5 --prices fair.toml", {}, r"fair.toml has no price for the model: add it"),
+    (
+        f"{DRY} --model gpt-5 --max-cost 5 --prices fair.toml --set reward_model.model=who "
+        """--set 'reward_model.criteria=[{"name":"a","description":"b"}]'""",
+        {},
+        r"a limit in dollars needs the price of who: add it to the file of --prices",
+    ),
     (f"{DRY} --retry-on Sandbox", {}, r"'Sandbox' is not one of 'SandboxLost'"),
     (
         f"{DRY} --retry-on AgentError --no-retry-on AgentError",

@@ -96,7 +96,9 @@ class Run:
         turns: tuple[Turn, ...],
         sample_index: int = 0,
         instance: str = "click-1",
+        **graded: Any,
     ) -> None:
+        """`graded`: more fields of the grade."""
         request = RolloutRequest(
             run_id="r", instance=f"tests/{instance}", sample_index=sample_index
         )
@@ -109,7 +111,7 @@ class Run:
             failure=LOST if reward is None else None,
             grade=None
             if reward is None
-            else Grade(outcome=outcome, rewards=Rewards(binary=reward)),
+            else Grade(outcome=outcome, rewards=Rewards(binary=reward), **graded),
             turns=turns,
             turns_key=key,
             started_at=0.0,
@@ -333,7 +335,7 @@ async def test_a_selection_is_for_sft(run: Run) -> None:
 async def test_the_fixed_is_preferred_to_the_failed(run: Run) -> None:
     """Two rollouts share their turns up to the first with different answers."""
     await run.add(0.0, two_turns(20, "a"), 0)
-    await run.add(1.0, two_turns(21, "b"), 1)
+    await run.add(1.0, two_turns(21, "b"), 1, named_rewards={"tidy": 0.5})
     (row,), _ = await run.export("preferences")
 
     assert row["prompt"] == [SYSTEM, USER, call("b1"), result("b1", "x.py")]
@@ -343,6 +345,7 @@ async def test_the_fixed_is_preferred_to_the_failed(run: Run) -> None:
     assert (row["rejected_ids"], row["rejected_mask"]) == ([20], [1])
     assert (row["chosen_sample"], row["rejected_sample"]) == (1, 0)
     assert (row["chosen_reward"], row["rejected_reward"]) == (1.0, 0.0)
+    assert (row["chosen_named_rewards"], row["rejected_named_rewards"]) == ('{"tidy": 0.5}', "")
 
 
 async def test_what_the_environment_said_is_masked(run: Run) -> None:

@@ -8,25 +8,32 @@ import pytest
 
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts
 from perdure.episodes.episode_store import read_run
-from perdure.errors import Boundary, NotFound
+from perdure.errors import Boundary, ConfigurationError, NotFound
+from perdure.reports.rollout_facts import read_facts
+from perdure.reports.token_prices import Prices
 from perdure.rollouts import retry_selection, run_pages, run_record, stage_checkpoints
 from perdure.rollouts.activity_messages import Ending
 from perdure.rollouts.episode_stage import emit_episode
 from perdure.rollouts.grade_stage import checkpoint
 from perdure.rollouts.run_record import current_request
+from perdure.rollouts.simulated_user.user_turn import UserCompletion, UserTurn
 from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
 from perdure.types import (
     NO_VERDICT,
+    Budget,
     Failure,
     Grade,
+    ModelScore,
     Outcome,
     PatchRef,
     PlayAgain,
+    Price,
     Rewards,
     RolloutRequest,
     RolloutStatus,
     RunRequest,
+    TokenCounts,
 )
 from tests.stored_episodes import store_episode
 
@@ -242,3 +249,74 @@ async def test_a_truncated_rollout_has_its_grade_for_information(store: LocalSto
     assert first.grade.outcome is Outcome.RESOLVED
     assert (first.grade.reward, first.withheld, first.stopped_in) == (None, "gone", "agent")
     assert kept == first
+
+
+JUDGED = ModelScore(
+    model="judge-2026", asked_model="judge", rewards={}, reward=1, calls=2, prompt_tokens=900,
+    cached_tokens=400, sampled_tokens=40,
+)  # fmt: skip
+"""As a hosted API answers that calls the model `judge` by its own name."""
+
+
+async def test_judges_and_users_count_toward_the_budget(store: LocalStore) -> None:
+    """Also those of a grading without a verdict. A question that two attempts share counts once, and a
+    reward model behind HTTP has no tokens."""
+    request = request_of("b", 1)
+    folders = [store_keys.attempt(request, number) for number in (1, 2)]
+    made = UserCompletion(
+        id="c1", model="user", asked_model="user", prompt_tokens=70, cached_tokens=0,
+        sampled_tokens=7,
+    )  # fmt: skip
+    turn = UserTurn(turn=1, said="Done.", message="Go on.", completion=made)
+    for folder in folders:
+        await stage_checkpoints.write(store, f"{folder}/user-1.json", turn)
+        await stage_checkpoints.write(store, f"{folder}/reward-model-grade-x.json", JUDGED)
+    by_url = ModelScore(model="http://a/score", rewards={}, reward=1)
+    await stage_checkpoints.write(store, f"{folders[0]}/reward-model-grade-y.json", by_url)
+    failed = ending(request, RolloutStatus.FAILED).model_copy(update={"attempts": 2})
+    ref = await emit_episode(store, failed)
+    (facts,) = [one for one in (await read_facts(store, "r")).rollouts if one.name == "b/1"]
+    prices = Prices({"judge": Price(input=1000, cached=500, output=10_000)})
+
+    assert ref.other_tokens == {
+        "judge": TokenCounts(prompt_tokens=1800, cached_tokens=800, sampled_tokens=80),
+        "user": TokenCounts(prompt_tokens=70, sampled_tokens=7),
+    }
+    assert facts.spent_tokens == 1800 + 80 + 70 + 7
+    assert prices.costs([facts]) == [pytest.approx(1.0 + 0.4 + 0.8)]
+    assert prices.missing([facts]) == ["user"]
+
+
+async def test_a_run_says_that_its_judges_used_the_budget(store: LocalStore) -> None:
+    """Two rollouts of eight have ended. Their agents called no model."""
+    await store.put(store_keys.run("r"), json.dumps({"request": _judged(5.0)}).encode())
+    for sample in (2, 3):
+        request = request_of("a", sample)
+        score = f"{store_keys.attempt(request, 1)}/reward-model-grade-x.json"
+        await stage_checkpoints.write(store, score, JUDGED)
+        await emit_episode(store, ending(request, RolloutStatus.FAILED))
+    run = RunRequest.model_validate(_judged(5.0))
+
+    assert (await run_pages.finish_run(store, run)).stopped == ("it has used 5.40 of 5.00 dollars")
+
+
+def _judged(dollars: float) -> dict[str, Any]:
+    price = {"input": 3000, "cached": 0, "output": 30_000}
+    budget = {"dollars": dollars, "price": price, "other_prices": {"judge": price}}
+    return {**RUN.model_dump(mode="json"), "n_samples": 4, "budget": budget}
+
+
+def test_a_limit_in_dollars_needs_the_price_of_each_model() -> None:
+    """By the names that the request gives its judge and its user."""
+    rollout = {
+        "reward_model": {"model": "judge", "criteria": [{"name": "a", "description": "b"}]},
+        "user": {"model": "user", "instruction": "Be kind."},
+    }
+    budget = {"dollars": 5, "price": {"input": 1, "output": 1}}
+    asked = RUN.model_copy(update={"rollout": rollout, "budget": Budget.model_validate(budget)})
+    cheap = {**budget, "other_prices": {"[ju]*": {"input": 1, "output": 1}}}
+    with pytest.raises(ConfigurationError, match="the price of judge and user: add it to the file"):
+        asked.check_prices()
+
+    asked.model_copy(update={"budget": Budget.model_validate(cheap)}).check_prices()
+    asked.model_copy(update={"budget": Budget(tokens=5)}).check_prices()

@@ -1,6 +1,7 @@
 """The user of a conversation: what it is asked, when it answers, and how its turns are graded."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -45,6 +46,7 @@ from perdure.types import (
     TestStatus,
     conversation_user,
 )
+from tests.stack.quota_engine import QuotaEngine
 from tests.unit.rollouts.one_try import OneTry
 
 TASK = "add() subtracts."
@@ -274,14 +276,23 @@ async def asking(
     tmp_path: Path, *answers: dict[str, Any], **user: Any
 ) -> AsyncIterator[tuple[Job, SimulatedUser, ScriptedEngine]]:
     """A real gateway, and an engine whose model plays the user with these answers."""
-    async with ScriptedEngine({"default": {"turns": list(answers)}}) as engine:
-        options = {"url": engine.url, "kind": "vllm"}
-        async with LocalGateway(tmp_path / "home", engine=options) as gateway:
-            settings = Settings(home=tmp_path / "home", gateway={"url": gateway.url})
-            gateways = Gateways(settings, gateway.store, load_secrets(settings))
-            played = SimulatedUser(model="policy", instruction="You want floats.", **user)
-            job = job_of(tmp_path, played, gateway=gateway.control, gateways=gateways)
-            yield job, played, engine
+    async with (
+        ScriptedEngine({"default": {"turns": list(answers)}}) as engine,
+        asking_at(tmp_path, engine.url, "vllm", **user) as (job, played),
+    ):
+        yield job, played, engine
+
+
+@asynccontextmanager
+async def asking_at(
+    tmp_path: Path, url: str, kind: str, **user: Any
+) -> AsyncIterator[tuple[Job, SimulatedUser]]:
+    """A real gateway before this engine."""
+    async with LocalGateway(tmp_path / "home", engine={"url": url, "kind": kind}) as gateway:
+        settings = Settings(home=tmp_path / "home", gateway={"url": gateway.url})
+        gateways = Gateways(settings, gateway.store, load_secrets(settings))
+        played = SimulatedUser(model="policy", instruction="You want floats.", **user)
+        yield job_of(tmp_path, played, gateway=gateway.control, gateways=gateways), played
 
 
 async def test_a_repeated_question_buys_no_second_answer(tmp_path: Path) -> None:
@@ -334,6 +345,42 @@ async def test_a_gateway_that_is_away_is_asked_again(tmp_path: Path) -> None:
         pass
     with pytest.raises(GatewayUnavailable):
         await user_model.next_message(job, user, [], "Done.")
+
+
+async def test_a_user_without_quota_ends_the_watch(tmp_path: Path) -> None:
+    """The rollout can then give its sandbox back. A worker that finds the agent ended knows why too."""
+    async with QuotaEngine() as engine:
+        engine.quota, engine.resets_at = 0, time.time() + 3600
+        async with asking_at(tmp_path, engine.url, "openai") as (job, user):
+            box = Box(tmp_path / "box")
+            async with Conversation(job, cast(Any, box), user) as conversation:
+                answer = box.says(1)
+                async with asyncio.timeout(60):
+                    while not conversation.waits_for_quota:
+                        await conversation.wait(0.05)
+                box.status = ExecStatus(ExecState.KILLED)
+                told = await conversation.unanswered(box.status)
+            answer.cancel()
+            async with Conversation(job, cast(Any, box), user) as again:
+                await again.wait(0)
+                told_again = await again.unanswered(box.status)
+
+    assert told.startswith("its user: the quota resets at 20")
+    assert told_again == told
+
+
+async def test_an_agent_that_ends_by_itself_has_no_excuse(tmp_path: Path) -> None:
+    """Otherwise a policy could avoid a verdict by ending while the user thinks."""
+    async with asking(tmp_path, {"content": "Go on."}) as (job, user, _):
+        box = Box(tmp_path / "box")
+        (tmp_path / "box").mkdir()
+        (tmp_path / "box" / "turn-1.txt").write_text("Done.")
+        box.status = ExecStatus(ExecState.EXITED, 1)
+        async with Conversation(job, cast(Any, box), user) as conversation:
+            await conversation.wait(0)
+            told = await conversation.unanswered(box.status)
+
+    assert (conversation.is_unanswered, told) == (True, "")
 
 
 async def test_the_model_gets_the_conversation_from_the_users_side() -> None:

@@ -43,7 +43,7 @@ async def estimate(
     if not found:
         raise NotFound(f"--like {like}: no rollout of this run called a model; name another run")
     seconds = sum(one.seconds for one in found) / len(found) * rollouts / at_once
-    tokens = sum(one.prompt_tokens + one.sampled_tokens for one in found) / len(found) * rollouts
+    tokens = sum(one.spent_tokens for one in found) / len(found) * rollouts
     price = _dollars(found, prices, rollouts)
     return [*lines, f"like {like}: about {tokens:,.0f} tokens, {seconds / HOUR_S:.1f} h{price}"]
 

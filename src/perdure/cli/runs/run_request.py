@@ -16,11 +16,11 @@ from perdure.cli.runs.instance_selection import SHORT_LIST, Selection, chosen
 from perdure.errors import ConfigurationError
 from perdure.instances import calibration_record, instance_catalog
 from perdure.instances.calibration_record import Mark
-from perdure.reports.token_prices import read_prices
+from perdure.reports.token_prices import Prices, read_prices
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
-from perdure.types import Budget, Price, RolloutRequest, RunRequest, slugify
+from perdure.types import DEFAULT_MODEL, Budget, Price, RolloutRequest, RunRequest, slugify
 from perdure.types.validation_errors import faults
 
 
@@ -81,8 +81,12 @@ def budget_of(
     """The run's budget; None means no limit. Raises: ConfigurationError if the price is unknown."""
     if tokens is None and dollars is None:
         return None
-    price = _price(settings, prices, model, "--max-cost") if dollars is not None else None
-    return Budget(tokens=tokens, dollars=dollars, price=price)
+    if dollars is None:
+        return Budget(tokens=tokens)
+    price, known = _price(settings, prices, model, "--max-cost")
+    own = known.of(settings.engine.model)
+    others = {**({DEFAULT_MODEL: own} if own is not None else {}), **known.by_model}
+    return Budget(tokens=tokens, dollars=dollars, price=price, other_prices=others)
 
 
 def caps_of(
@@ -94,22 +98,26 @@ def caps_of(
     """
     caps: dict[str, JsonValue] = {name: one for name, one in given.items() if one is not None}
     if "dollars" in caps:
-        price = _price(settings, prices, model, "--max-rollout-cost")
+        price, _ = _price(settings, prices, model, "--max-rollout-cost")
         caps["price"] = price.model_dump(mode="json", exclude_none=True)
     return caps
 
 
-def _price(settings: Settings, prices: Path | None, model: str, option: str) -> Price:
+def _price(
+    settings: Settings, prices: Path | None, model: str, option: str
+) -> tuple[Price, Prices]:
+    """The policy's price, and all prices of the file. Raises: ConfigurationError."""
     if prices is None:
         raise ConfigurationError(f"{option} needs --prices FILE with the model's price")
     names = [name for name in (settings.engine.model, model) if name]
-    price = read_prices(prices).of(*names)
+    known = read_prices(prices)
+    price = known.of(*names)
     if price is None:
         raise ConfigurationError(
             f"{prices} has no price for {' or '.join(names) or 'the model'}: add it, and name the"
             " model with --model or PERDURE_ENGINE__MODEL"
         )
-    return price
+    return price, known
 
 
 def check(options: RunOptions) -> RolloutRequest:
@@ -129,7 +137,10 @@ def check(options: RunOptions) -> RolloutRequest:
 
 
 def build(options: RunOptions, source: Selection) -> RunRequest:
-    """The request for a checked command line. Raises: pydantic.ValidationError for a bad run id."""
+    """The request for a checked command line.
+
+    Raises: pydantic.ValidationError for a bad run id; ConfigurationError for a price that is missing.
+    """
     short = source.refs is not None and len(source.refs) <= SHORT_LIST
     request = dict(
         run_id=options.run_id or _run_id(options, source),
@@ -142,7 +153,9 @@ def build(options: RunOptions, source: Selection) -> RunRequest:
     )
     numbers = {"n_samples": options.samples, "concurrency": options.concurrency}
     given = {name: number for name, number in numbers.items() if number is not None}
-    return RunRequest.model_validate(request | given | dict(options.of_run))
+    asked = RunRequest.model_validate(request | given | dict(options.of_run))
+    asked.check_prices()
+    return asked
 
 
 async def instances_of(

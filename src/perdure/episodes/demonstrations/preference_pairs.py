@@ -121,4 +121,5 @@ def _columns(name: str, side: Side) -> dict[str, Any]:
         f"{name}_mask": mask,
         f"{name}_sample": side.episode.sample_index,
         f"{name}_reward": side.episode.reward,
+        f"{name}_named_rewards": side.episode.audit()["named_rewards"],
     }

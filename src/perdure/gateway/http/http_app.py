@@ -275,6 +275,7 @@ async def _mcp(request: Request) -> Response:
         headers=request.headers,
         body=await _body(request, LARGEST_REQUEST),
         has_hung_up=request.is_disconnected,
+        relayed=request.headers.get(RELAYED, "")[:64],
     )
     return await _gateway(request).mcp.answer(asked)
 

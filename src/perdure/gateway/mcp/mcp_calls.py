@@ -88,4 +88,7 @@ def shown(value: Any) -> str:
     """The value as JSON, without the protocol's own `_meta`, cut after `SHOWN` characters."""
     if isinstance(value, dict):
         value = {name: one for name, one in value.items() if name != "_meta"}
-    return "" if value is None else json.dumps(value, ensure_ascii=False)[:SHOWN]
+    try:
+        return "" if value is None else json.dumps(value, ensure_ascii=False)[:SHOWN]
+    except RecursionError:  # an answer that nests deeper than it can be written
+        return ""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import re
 import secrets
@@ -71,6 +72,8 @@ class McpRequest:
     headers: Mapping[str, str]
     body: bytes
     has_hung_up: Callable[[], Awaitable[bool]]
+    relayed: str = ""
+    """The id that a relay gave the request; empty without a relay. A relay may send a request again."""
 
 
 @dataclass
@@ -81,6 +84,8 @@ class _Call:
     server: McpServer
     message: dict[str, Any]
     """The JSON-RPC message; empty for a DELETE."""
+    body: bytes
+    """The message as it is sent."""
     held: str
     """The id of the agent's session at the server; empty if it has none."""
     started_at: float = field(default_factory=time.time)
@@ -88,19 +93,19 @@ class _Call:
     """Bytes of the answer so far."""
     content: bytes | None = None
     """The whole answer, once it is read."""
-    number: str = field(default_factory=lambda: secrets.token_hex(8))
+    number: str = ""
     """Its id in the journal."""
     is_recorded: bool = False
     """Whether its end is in the journal, or about to be."""
 
     def __post_init__(self) -> None:
         self.ends_at = asyncio.get_running_loop().time() + self.server.timeout_s
+        self.number = self.asked.relayed or secrets.token_hex(8)
 
     @property
     def id(self) -> str | int | None:
         """None if the message needs no answer."""
-        found = self.message.get("id") if "method" in self.message else None
-        return found if isinstance(found, str | int) else None
+        return self.message.get("id") if "method" in self.message else None
 
     @property
     def place(self) -> str:
@@ -137,14 +142,17 @@ class McpProxy:
         """Raises: Refused; NotFound; RetryHere."""
         server = await self._sessions.mcp_server(asked.session_id, asked.name)
         message = _message(asked.body) if asked.method == "POST" else {}
-        call = _Call(asked, server, message, self._held(asked))
+        body = _written(message) if message else b""
+        call = _Call(asked, server, message, body, self._held(asked))
         if message.get("method") == LISTEN:
             refusal = _error(call, NO_METHOD, "the gateway keeps no streams open")
             return Response(json.dumps(refusal), media_type="application/json")
         if asked.method == "DELETE":
             await self._sessions.note_mcp_ended(asked.session_id, call.held)
         if call.id is not None:
-            await self._sessions.note_mcp_begun(asked.session_id, call.number, call.place)
+            is_new = await self._sessions.note_mcp_begun(asked.session_id, call.number, call.place)
+            if asked.relayed and not is_new:
+                return await self._refused_repeat(call)
             watch = asyncio.create_task(self._note_hang_up(call))
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
@@ -159,6 +167,13 @@ class McpProxy:
         except (ServerDead, TimeoutError, AnswerTooLarge) as error:
             answer = await self._explained(call, error)
             return Response(json.dumps(answer), media_type="application/json")
+
+    async def _refused_repeat(self, call: _Call) -> Response:
+        """The answer to a call that a relay sends again because its host or a gateway died. Nobody knows
+        whether the server has done it, so it is not done twice: the attempt ends."""
+        text = f"the answer to a call of {call.place} was lost on the way to the sandbox"
+        await self._sessions.note_mcp_failed(call.asked.session_id, text)
+        return Response(json.dumps(_error(call, TOOL_ERROR, text)), media_type="application/json")
 
     # --- the agent's session at a server ---------------------------------------------------------
 
@@ -220,7 +235,7 @@ class McpProxy:
             asked.method,
             server.url,
             headers={**passed, "accept-encoding": "identity", **_own_headers(server)},
-            content=asked.body,
+            content=call.body,
             extensions={"timeout": self._client.timeout.as_dict()},
         )
 
@@ -232,6 +247,8 @@ class McpProxy:
         status, problem = response.status_code, ""
         if response.is_redirect:
             problem = f"redirects to {response.headers.get('location')}: name that address"
+        elif response.headers.get("content-encoding", "identity") != "identity":
+            problem = "compresses its answers, although a call accepts only `identity`"
         elif status == httpx.codes.UNAUTHORIZED:
             problem = "refuses the gateway's credentials"
         elif status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
@@ -266,7 +283,7 @@ class McpProxy:
 
     async def _chunks(self, call: _Call, response: httpx.Response) -> AsyncIterator[bytes]:
         """Raises: ServerDead, TimeoutError, AnswerTooLarge."""
-        chunks = response.aiter_bytes()
+        chunks = response.aiter_raw()
         try:
             while True:
                 async with asyncio.timeout_at(call.ends_at):
@@ -284,14 +301,15 @@ class McpProxy:
 
     async def _events(self, call: _Call, response: httpx.Response) -> AsyncIterator[bytes]:
         """The events as they come. The answer among them is recorded before the agent gets it."""
-        rest = b""
+        rest = bytearray()
         try:
             async for chunk in self._chunks(call, response):
-                *events, rest = _split(rest + chunk)
+                events = _taken_events(rest, chunk)
                 for event in events:
                     if _is_answer(call, message := _message_of(event)):
                         await self._record(call, message, "answered")
-                    yield event
+                if events:
+                    yield b"".join(events)
             if call.id is not None and not call.is_recorded:
                 raise ServerDead(f"{call.place} ended a call without an answer")
         except (ServerDead, TimeoutError, AnswerTooLarge) as error:
@@ -376,11 +394,27 @@ def _is_stream(response: httpx.Response) -> bool:
 
 
 def _message(body: bytes) -> dict[str, Any]:
-    """Raises: Refused (400)."""
+    """One JSON-RPC message. A request without a usable id could not be recorded. Raises: Refused (400)."""
     message = _json(body)
-    if not message:
+    method, number = message.get("method", "notifications/"), message.get("id")
+    if not message or not isinstance(method, str):
         raise Refused(400, "invalid_json", "the body is not one JSON-RPC message")
+    if not method.startswith("notifications/") and (
+        isinstance(number, bool) or not isinstance(number, str | int)
+    ):
+        raise Refused(400, "invalid_request", "a request needs an `id`: a text or a whole number")
     return message
+
+
+def _written(message: dict[str, Any]) -> bytes:
+    """The message as this process understood it. The agent's own bytes might name a key twice, and the
+    server might then do another call than the recorded one. Raises: Refused (400)."""
+    try:
+        return json.dumps(message, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise Refused(
+            400, "invalid_json", "the message nests too deep or has a wrong number"
+        ) from None
 
 
 def _json(content: bytes) -> dict[str, Any]:
@@ -396,10 +430,15 @@ def _is_answer(call: _Call, message: dict[str, Any]) -> bool:
     return call.id is not None and "method" not in message and message.get("id") == call.id
 
 
-def _split(data: bytes) -> list[bytes]:
-    """The complete events in the data, each with its terminator, then the incomplete rest."""
-    ends = [0, *(found.end() for found in _EVENT_END.finditer(data))]
-    return [data[a:b] for a, b in zip(ends, [*ends[1:], len(data)], strict=True)]
+def _taken_events(rest: bytearray, chunk: bytes) -> list[bytes]:
+    """Add the chunk to the incomplete rest, and take the complete events, each with its terminator. The
+    rest is not searched again, so that a server of tiny chunks costs no more than another one."""
+    searched = max(0, len(rest) - 3)
+    rest += chunk
+    ends = [0, *(found.end() for found in _EVENT_END.finditer(rest, searched))]
+    events = [bytes(rest[a:b]) for a, b in itertools.pairwise(ends)]
+    del rest[: ends[-1]]
+    return events
 
 
 def _message_of(event: bytes) -> dict[str, Any]:

@@ -52,6 +52,7 @@ async def score(job: Job, work: Work, judge: RewardModel, name: str) -> ModelSco
     reward = weighted_mean(scores, judge.criteria)
     return ModelScore(
         model=reply.model or judge.model,
+        asked_model=judge.model,
         rewards={judge.kind: reward, **{f"{judge.kind}.{one}": n for one, n in scores.items()}},
         reward=reward,
         answer=reply.text[:ANSWER_CHARS],

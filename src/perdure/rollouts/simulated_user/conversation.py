@@ -14,7 +14,7 @@ from perdure.agents.base import EXEC_ID
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import BootRecord
 from perdure.rollouts.simulated_user import turn_grading, user_model
-from perdure.rollouts.simulated_user.user_model import Answer
+from perdure.rollouts.simulated_user.user_model import Answer, UserWaitsForQuota
 from perdure.rollouts.simulated_user.user_turn import UserTurn, name_of, read_turns
 from perdure.sandboxes.base import ExecStatus, Sandbox
 from perdure.storage import store_keys
@@ -42,6 +42,8 @@ class Conversation:
         self._has_watched = False
         self.is_unanswered = False
         """Whether the agent was ended while it waited for the user, perhaps when no worker watched it."""
+        self.waits_for_quota = False
+        """Whether the user's model answers nothing before a quota resets."""
 
     async def __aenter__(self) -> "Conversation":
         """Send the last answer again: an earlier try may have died before it did."""
@@ -71,7 +73,8 @@ class Conversation:
 
     async def wait(self, seconds: float) -> ExecStatus:
         """Like `Sandbox.wait` for the agent, but it returns at once when the user begins to answer, so that
-        the caller can extend the agent's time. Raises: what stopped the user from answering."""
+        the caller can extend the agent's time. It returns too if the user waits for a quota, so that the
+        caller can end the agent. Raises: what else stopped the user from answering."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while True:
@@ -82,9 +85,22 @@ class Conversation:
                 self.is_unanswered = self.is_waiting or was_left
                 return status
             self._has_watched = True
-            has_new_question = await self._follow()
+            try:
+                has_new_question = await self._follow()
+            except UserWaitsForQuota:
+                self.waits_for_quota = self.is_unanswered = True
+                return status
             if has_new_question or loop.time() >= end:
                 return status
+
+    async def unanswered(self, status: ExecStatus) -> str:
+        """Why an agent that has ended got no answer of the user, if that is no fault of the agent;
+        otherwise empty. Raises: GatewayUnavailable."""
+        if not self.is_unanswered:
+            return ""
+        if self._user.model and (reason := await user_model.unanswered(self._job)):
+            return f"its user: {reason}"
+        return "the user did not answer in time" if status.cause == "timeout" else ""
 
     async def _follow(self) -> bool:
         """Record a finished answer and start the next. Returns whether an answer was started."""

@@ -3,10 +3,11 @@
 All attempts of a rollout share its session, so a repeated question gets the recorded answer.
 """
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from perdure.errors import Boundary, GatewayUnavailable, GiveUp, RetryHere
+from perdure.errors import Boundary, GatewayUnavailable, GiveUp, NotFound, RetryHere
 from perdure.gateway.base import PLACEHOLDER, SessionSpec
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.model_call import Messages, Reply, parse_reply, post_chat
@@ -30,6 +31,10 @@ user is satisfied or gives up, write {END} instead of a message."""
 TOO_LONG = b"context_length_exceeded"
 
 
+class UserWaitsForQuota(GatewayUnavailable):
+    """The user's model answers nothing before a quota resets. The rollout then waits without a sandbox."""
+
+
 class UserModelRefused(GiveUp):
     """The user's model refuses this call for good. The rollout ends without a verdict."""
 
@@ -49,7 +54,7 @@ async def next_message(
 ) -> Answer:
     """`turns`: the earlier turns. `said`: what the agent wrote in the turn to answer.
 
-    Raises: GatewayUnavailable; ConfigurationError; UserModelRefused.
+    Raises: UserWaitsForQuota; GatewayUnavailable; ConfigurationError; UserModelRefused.
     """
     session, who = session_of(job.request), f"the model {user.model!r} that plays the user"
     messages = conversation(user, job.instance.problem_statement, turns, said)
@@ -62,6 +67,9 @@ async def next_message(
             return Answer(None, "context")
         reply = _parsed(answer, who)
     except RetryHere as error:
+        summary = await job.services.gateway.get(session)
+        if summary.waits_for_quota(time.time()):
+            raise UserWaitsForQuota(summary.unanswered) from error
         raise GatewayUnavailable(str(error), retry_after=error.retry_after) from error
     text = reply.text.strip().removeprefix(PLACEHOLDER)
     if not text and reply.is_cut:
@@ -72,6 +80,14 @@ async def next_message(
     if not text or END in text:
         return Answer(None, "user", completion)
     return Answer(text, completion=completion)
+
+
+async def unanswered(job: Job) -> str:
+    """Why the model's last answer is missing; empty if it is not. Raises: GatewayUnavailable."""
+    try:
+        return (await job.services.gateway.get(session_of(job.request))).unanswered
+    except NotFound:  # it was never asked
+        return ""
 
 
 def conversation(user: SimulatedUser, task: str, turns: Sequence[UserTurn], said: str) -> Messages:
@@ -123,6 +139,7 @@ def _completion(reply: Reply, user: SimulatedUser) -> UserCompletion:
     return UserCompletion(
         id=reply.id,
         model=reply.model or user.model,
+        asked_model=user.model,
         prompt_tokens=reply.count("prompt_tokens"),
         cached_tokens=reply.cached,
         sampled_tokens=reply.count("completion_tokens"),

@@ -17,6 +17,7 @@ class UserCompletion(Frozen):
     id: str
     """The same if another attempt gets the recorded answer, so that it counts once."""
     model: str
+    asked_model: str = ""
     prompt_tokens: int
     cached_tokens: int
     sampled_tokens: int

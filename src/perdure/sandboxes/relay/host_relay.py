@@ -32,7 +32,8 @@ from perdure.sandboxes.relay.relay_process import LARGEST_BODY, JsonObject, Rela
 
 PORT = 18001
 RELAYED = "x-perdure-relayed"
-"""Header of relayed requests: their connection does not show whether the agent has hung up."""
+"""Header of relayed requests, with the request's id: the same if it is sent again. Their connection does
+not show whether the agent has hung up."""
 AT_ONCE = 32
 """Requests of one sandbox that wait for the gateway at a time."""
 MOST_REQUESTS = 128
@@ -308,9 +309,10 @@ class Relay:
         kept = [
             (name, value)
             for name, value in line["headers"]
-            if name.lower() not in _HOP and (name.lower() not in _KEYS or self._is_key(value))
+            if name.lower() not in {*_HOP, RELAYED}
+            and (name.lower() not in _KEYS or self._is_key(value))
         ]
-        return [*kept, (RELAYED, "1")]
+        return [*kept, (RELAYED, line["id"])]
 
     def _is_key(self, value: str) -> bool:
         given = value.removeprefix("Bearer ").removeprefix("bearer ").strip()

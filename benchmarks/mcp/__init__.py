@@ -1,0 +1,1 @@
+"""The cost of the gateway in a call of an MCP server."""
