@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
     from perdure.client import temporal_names
     from perdure.rollouts.activity_messages import Truncation
-    from perdure.types import EpisodeRef, GroupRequest, GroupResult
+    from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutRequest, replacement
     from workflows import web_ui_markdown
     from workflows.child_rollouts import OpenChildren, play_rollout
     from workflows.web_ui import ChildrenPage, Links
@@ -105,7 +105,11 @@ class RolloutGroupWorkflow:
 
     async def _play(self, group: GroupRequest, sample_index: int) -> None:
         keep = group.stragglers == "keep"
-        episode = await play_rollout(group.sample(sample_index), self.open_children, abandon=keep)
+        rollout: RolloutRequest | None = group.sample(sample_index)
+        while rollout is not None:
+            episode = await play_rollout(rollout, self.open_children, abandon=keep)
+            replaces = group.without_verdict == "replace"
+            rollout = replacement(rollout, episode, group.rollout.round) if replaces else None
         self.episodes.append(episode)
         if self.page is not None:
             self.page.add(episode)

@@ -204,8 +204,22 @@ async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> Non
         with pytest.raises(Refused, match="policy version 1"):
             await it.ask(**group)
         allowed = await it.ask(policy_version="1", max_staleness="1")
+        finished = await it.ask(**group, too_stale="finish")
 
-    assert set(recorded_versions(allowed)) == {2}
+    assert set(recorded_versions(allowed)) == set(recorded_versions(finished)) == {2}
+
+
+async def test_a_group_that_may_finish_prefers_engines_within_its_staleness() -> None:
+    """One engine has newer weights and the other has not: no token is lost to age."""
+    async with stand(2) as it:
+        newer = it.pool.engines[name_of(it.engines[0].url)]
+        record = newer.record.model_copy(update={"version": 2})
+        await it.roster.change(lambda roster: roster.having(record))
+        while newer.record.version != 2:
+            await asyncio.sleep(0.005)
+        answer = await it.ask(policy_version="1", max_staleness="0", too_stale="finish")
+
+    assert {span.engine for span in answer.engines} == {f"vllm {name_of(it.engines[1].url)}"}
 
 
 async def test_tokens_of_an_unknown_version_are_sampled_again(tmp_path: Path) -> None:

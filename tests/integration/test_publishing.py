@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ class Home:
         source = await self.saved(version)
         await self.weights.publish(version, source, [canary(version)], policy or UpdatePolicy())
 
-    def ask(self, **labels: int) -> "asyncio.Task[Completion]":
+    def ask(self, **labels: int | str) -> "asyncio.Task[Completion]":
         told = {name: str(value) for name, value in labels.items()}
         call = self.pool.generate(
             GenerateCall(PROMPT, SAMPLING, session_id="s", request_id="s-0", labels=told)
@@ -241,6 +242,26 @@ async def test_a_held_group_gets_nothing_from_newer_weights(
             await call
 
     assert refused.value.code == "policy_too_stale"
+
+
+@pytest.mark.parametrize("in_flight", ["resubmit", "keep"])
+async def test_a_group_that_may_finish_goes_on_with_newer_weights(
+    tmp_path: Path, in_flight: InFlight
+) -> None:
+    """A call keeps its tokens, each with the version that sampled it. So does the session's next call,
+    which no older engine could take."""
+    about: dict[str, Any] = {"policy_version": 1, "max_staleness": 0, "too_stale": "finish"}
+    async with home(tmp_path, delay_s=0.25) as it:
+        await it.publish(1)
+        call = it.ask(**about)
+        await it.sampling()
+        await it.publish(2, UpdatePolicy(in_flight=in_flight))
+        completion = await call
+        following = await it.ask(**about)
+
+    recorded = recorded_versions(completion)
+    assert recorded == sorted(recorded)
+    assert (set(recorded), set(recorded_versions(following))) == ({1, 2}, {2})
 
 
 async def test_a_group_waits_for_engines_that_are_behind(tmp_path: Path) -> None:

@@ -102,8 +102,10 @@ class Loop:
     async def publish(self, version: int, policy: UpdatePolicy = UpdatePolicy()) -> None:  # noqa: B008
         await self.weights.publish(version, self.saved(version), canaries(version), policy)
 
-    def group(self, run_id: str, version: int, staleness: int) -> GroupRequest:
-        rollout = self.stack.request(run_id, policy_version=version, max_staleness=staleness)
+    def group(self, run_id: str, version: int, staleness: int, **fields: Any) -> GroupRequest:
+        rollout = self.stack.request(
+            run_id, policy_version=version, max_staleness=staleness, **fields
+        )
         return GroupRequest(rollout=rollout, n_samples=SAMPLES)
 
     async def in_mid_turn(self, group: GroupRequest) -> GroupHandle:
@@ -294,6 +296,30 @@ async def test_a_group_held_to_older_weights_ends_without_a_reward(loop: Loop) -
     assert set(await loop.differences(found)) == {(2, 2)}
     assert listed.get(attributes.POLICY_VERSION) == 2
     assert listed.get(attributes.FAILURE) == "engine:PolicyTooStale"
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("in_flight", "version"), [("keep", 5), ("resubmit", 6)])
+async def test_a_group_that_becomes_too_stale_may_finish(
+    loop: Loop, in_flight: Any, version: int
+) -> None:
+    """The new weights continue it, from its tokens so far. It is graded, each token keeps its version in
+    the turns, and none is trained."""
+    group = loop.group(f"step-{version}", version - 1, staleness=0, too_stale="finish")
+    running = await loop.in_mid_turn(group)
+    await loop.publish(version, UpdatePolicy(in_flight=in_flight))
+    loop.pace()
+    refs = [ref async for ref in running.refs()]
+    found = await loop.read(refs)
+
+    why = f"sampled by policy versions {version - 1} to {version}; with max_staleness 0, "
+    assert [(ref.reward, ref.trainable, ref.trained_tokens) for ref in refs] == [
+        (1.0, False, 0)
+    ] * SAMPLES
+    assert all(one.episode.too_stale.startswith(why) for one in found)
+    assert not any(any(segment.loss_mask) for one in found for segment in one.segments)
+    assert set(await loop.differences(found)) == {(version - 1,) * 2, (version,) * 2}
+    assert await loop.mixed_turns(found) > 0
 
 
 def _workflow_id(ref: EpisodeRef, run_id: str) -> str:

@@ -35,6 +35,71 @@ async def dense() -> dict[str, Any]:
     return found
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def choices() -> dict[str, Any]:
+    """A group of four: resolved, unresolved, without a verdict, and resolved but too stale."""
+    trainers_here.install()
+    found: dict[str, Any] = await trainers_here.run("advantages.py", trainers_here.SLIME, "choices")
+    return found
+
+
+TRAINED = 2
+"""Sampled tokens of a row."""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "choice"),
+    [
+        ("slime", "mask"),
+        ("skyrl", "short"),
+        ("skyrl", "mask"),
+        ("verl", "short"),
+        ("trl", "mask"),
+        ("torchtitan", "short"),
+    ],
+)
+async def test_a_missing_member_is_in_no_mean_and_a_stale_one_is(
+    choices: dict[str, Any], trainer: str, choice: str
+) -> None:
+    """The mean of 1, 0 and 1. With a missing member as 0 it would be 1/2, without the stale one too.
+    Only the two others are trained."""
+    if trainer == "slime":
+        trainers_here.need_slime()
+    resolved, unresolved, *others = choices[trainer][choice]
+
+    assert resolved == [[THIRD, TRAINED]]
+    assert unresolved == [[TWO_THIRDS, TRAINED]]
+    assert [trained for rows in others for _, trained in rows if trained] == []
+
+
+@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "trl", "torchtitan"])
+async def test_a_replacement_counts_once(choices: dict[str, Any], trainer: str) -> None:
+    """It did not solve the instance: the mean of 1, 0, 0 and the stale member's 1."""
+    if trainer == "slime":
+        trainers_here.need_slime()
+    resolved, unresolved, replacement, *others = choices[trainer]["replace"]
+
+    half = pytest.approx(0.5, abs=1e-6)
+    assert resolved == [[half, TRAINED]]
+    assert unresolved == replacement == [[pytest.approx(-0.5, abs=1e-6), TRAINED]]
+    assert [trained for rows in others for _, trained in rows if trained] == []
+
+
+@pytest.mark.parametrize("trainer", ["skyrl", "trl"])
+async def test_a_dropped_group_trains_nothing(choices: dict[str, Any], trainer: str) -> None:
+    """These trainers need its rows."""
+    rows = [row for rows in choices[trainer]["drop"] for row in rows]
+
+    assert rows == [[0.0, 0]] * 4
+
+
+async def test_torchtitans_controller_drops_a_group_whose_rollouter_raises(
+    choices: dict[str, Any],
+) -> None:
+    """The hook gives none of its rollouts."""
+    assert choices["torchtitan"]["drop"] == []
+
+
 @pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "torchtitan", "trl"])
 async def test_a_dense_reward_reaches_each_trainer(dense: dict[str, Any], trainer: str) -> None:
     """The mean of 1, 0.5 and 0: the rollout that fixed half of the tests is neither good nor bad."""

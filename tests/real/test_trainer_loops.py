@@ -211,6 +211,7 @@ async def test_verls_worker_runs_the_agent_loop(done: dict[str, Any], client: st
     (sampled,) = found["sampled"].items()  # verl's servers are not told the session
     assert sorted(ids) == sorted(sampled[0])
     assert sorted(values) == pytest.approx(sorted(sampled[1]), abs=1e-6)
+    assert sum(found["preempted"]) == found["calls"]  # once each
     assert found["updates"] > 2
     assert min(tag["min_global_steps"] for tag in found["tags"]) == 5
     assert any(tag["max_global_steps"] > tag["min_global_steps"] for tag in found["tags"])

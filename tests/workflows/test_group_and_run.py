@@ -45,6 +45,7 @@ from perdure.types import (
 from tests.stack.wait_until import PATIENCE_S, until
 from tests.workflows.activity_gate import Gate
 from tests.workflows.scripted_stages import Stages
+from workers.workflow_worker import checking_runner, workflow_worker
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 
@@ -116,6 +117,94 @@ async def test_a_withheld_reward_does_not_count_to_the_quorum(
     result = await group.result()
 
     assert (result.graded, result.quorum_met, len(result.episodes)) == (2, True, 3)
+
+
+ONCE = ROLLOUT.model_copy(update={"max_attempts": 1})
+
+
+def _lost(attempt: Attempt) -> ApplicationError:
+    message = f"sandbox of sample {attempt.request.sample_index} died"
+    return ApplicationError(message, "sandbox", type="SandboxLost", non_retryable=True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "rounds", "graded"), [("short", [0], 1), ("replace", [0, 1], 2)]
+)
+async def test_a_member_without_a_verdict_is_replaced_if_asked(
+    client: Client, stages: Stages, choice: str, rounds: list[int], graded: int
+) -> None:
+    """As the next round of the same sample. The group has one episode for each sample."""
+
+    async def loses_first(attempt: Attempt) -> AgentRun:
+        if attempt.request.sample_index == 1 and attempt.request.round == 0:
+            raise _lost(attempt)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = loses_first
+    request = GroupRequest.model_validate(
+        {"rollout": ONCE.model_dump(), "n_samples": 2, "without_verdict": choice}
+    )
+    result = await (await Perdure(client).start_group(request)).result()
+
+    ended = [one.request for one in stages.endings if one.request.sample_index == 1]
+    assert [one.round for one in ended] == rounds
+    assert (result.graded, [one.sample_index for one in result.episodes]) == (graded, [0, 1])
+
+
+async def test_replacements_end_after_three(client: Client, stages: Stages) -> None:
+    """The group then goes on without the member, whose reward is unknown and not 0."""
+
+    async def loses(attempt: Attempt) -> AgentRun:
+        raise _lost(attempt)
+
+    stages.override["run_agent"] = loses
+    group = GroupRequest(rollout=ONCE, n_samples=1, without_verdict="replace")
+    result = await (await Perdure(client).start_group(group)).result()
+
+    assert [one.request.round for one in stages.endings] == [0, 1, 2, 3]
+    assert [(one.status, one.reward) for one in result.episodes] == [(RolloutStatus.FAILED, None)]
+
+
+async def test_a_worker_that_dies_before_the_replacement_starts_one(client: Client) -> None:
+    """The member's failure is known while no workflow worker runs; a second worker starts the
+    replacement, and a third, which replays the history, starts no other."""
+    stages, gate, reported = Stages(), Gate(), asyncio.Event()
+    may_report = asyncio.Event()
+
+    async def loses_first(attempt: Attempt) -> AgentRun:
+        if attempt.request.round == 0:
+            raise _lost(attempt)
+        return await gate.agent(attempt)
+
+    async def emit(ending: Ending) -> EpisodeRef:
+        reported.set()
+        await may_report.wait()
+        about = {"instance_id": "add-1", "sample_index": 0, "uri": "file:///x", "agent": "nop"}
+        told = {"status": ending.status, "failure": ending.failure}
+        reward = 1.0 if ending.failure is None else None
+        return EpisodeRef.model_validate({**about, **told, "reward": reward})
+
+    stages.override |= {"run_agent": loses_first, "emit_episode": emit}
+    group = GroupRequest(rollout=ONCE, n_samples=1, without_verdict="replace")
+    async with stages.carried_out(client), asyncio.timeout(PATIENCE_S):
+        async with workflow_worker(client, checking_runner()):
+            handle = await Perdure(client).start_group(group)
+            await reported.wait()
+        may_report.set()
+        async with workflow_worker(client, checking_runner()):
+            await gate.until_running(1)
+        async with workflow_worker(client, checking_runner()):
+            gate.open.set()
+            result = await handle.result()
+
+    events = [event async for event in handle.handle.fetch_history_events()]
+    started = [
+        one
+        for one in events
+        if one.HasField("start_child_workflow_execution_initiated_event_attributes")
+    ]
+    assert [one.request.round for one in stages.endings] == [0, 1]
+    assert (len(started), [one.reward for one in result.episodes]) == (2, [1.0])
 
 
 async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None:

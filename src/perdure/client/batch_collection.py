@@ -17,7 +17,7 @@ from temporalio.service import RPCError
 
 from perdure.client import rollout_listing
 from perdure.errors import Cancelled, ConfigurationError
-from perdure.types import EpisodeRef, GroupRequest
+from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
 
 if TYPE_CHECKING:
     from perdure.client.gateway_episodes import GatewayEpisodes
@@ -77,6 +77,12 @@ Leftover = Literal["cancel", "keep"]
 def has_signal(group: FinishedGroup) -> bool:
     """A filter that accepts only groups whose rewards differ."""
     return group.has_signal
+
+
+def complete(group: FinishedGroup) -> bool:
+    """A filter that drops a group in which a member has no verdict."""
+    graded = sum(one.status is RolloutStatus.GRADED for one in group.refs)
+    return graded == group.request.n_samples
 
 
 def fresh(newest: Callable[[], int], max_staleness: int) -> Accept:

@@ -270,7 +270,8 @@ class Perdure:
             return request
         if before is None:
             return request
-        kept = {name: getattr(before.rollout, name) for name in ("policy_version", "max_staleness")}
+        names = ("policy_version", "max_staleness", "too_stale")
+        kept = {name: getattr(before.rollout, name) for name in names}
         return request.model_copy(update={"rollout": request.rollout.model_copy(update=kept)})
 
     async def batches(
@@ -298,8 +299,9 @@ class Perdure:
         group waits for its batch as references; only one batch of tokens is in memory.
 
         A member without a reward has no row, as in the trainers' hooks. Each request says how long
-        to wait for members: `quorum`, `deadline_s`, `stragglers`. `accept`, such as `has_signal` or
-        `fresh(...)` of `batch_collection`, drops whole groups; others take their places.
+        to wait for members, `quorum`, `deadline_s`, `stragglers`, and `without_verdict` whether they
+        are replaced. `accept`, such as `has_signal`, `complete` or `fresh(...)` of
+        `batch_collection`, drops whole groups; others take their places.
         `advantages` of the batch: see there; `std_normalization=False` does not divide by the
         standard deviation.
 

@@ -55,6 +55,8 @@ class Completion(NamedTuple):
     tokens."""
     kept_tokens: KeptTokens | None = None
     """None if an engine returned none for some tokens."""
+    preemptions: int | None = None
+    """How often engines preempted the call; None if they do not tell."""
 
 
 class ChatAnswer(NamedTuple):

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from perdure.engines.clients.engine_errors import CONTENT_STATUSES, TOO_LONG
-from perdure.engines.clients.token_endpoint import npy_of_experts
+from perdure.engines.clients.token_endpoint import PREEMPTIONS, npy_of_experts
 from perdure.types import DEFAULT_MODEL, ExpertRows, FinishReason, VersionSpan
 
 ROUTED_FROM = "routed_experts_prompt_start"
@@ -52,7 +52,8 @@ class Sampled(NamedTuple):
     tokens. `newest`: the version that sampled the last token, if the weights changed during the
     call; all earlier tokens then count as sampled by `version`. `routed_experts`: the experts of
     the prompt and of all sampled tokens except the last. Shape [P + C - 1, layers, top_k].
-    `kept`: the tokens that top-p and top-k left for each sampled token."""
+    `kept`: the tokens that top-p and top-k left for each sampled token. `preemptions`: how often the
+    trainer's scheduler preempted the call; None if it does not tell."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -61,6 +62,7 @@ class Sampled(NamedTuple):
     newest: int | None = None
     routed_experts: ExpertRows | None = None
     kept: Sequence[Sequence[int]] | None = None
+    preemptions: int | None = None
 
     @property
     def spans(self) -> list[VersionSpan]:
@@ -214,6 +216,8 @@ class ServedFunction:
             choice["sampling_mask"] = [list(map(int, one)) for one in found.kept]
         if found.routed_experts is not None:
             choice["routed_experts"] = npy_of_experts(found.routed_experts[routed_from:])
+        if found.preemptions is not None:
+            choice[PREEMPTIONS] = found.preemptions
         return {"object": "generate", "model": self._model, "choices": [choice]}
 
     async def _models(self, _: Request) -> Response:

@@ -17,7 +17,7 @@ from perdure.agents.locked_version import locked_version
 from perdure.episodes.segment_experts import have_experts
 from perdure.episodes.segment_kept_tokens import KeptSets
 from perdure.episodes.token_accounting import TrajectoryCounts, count, count_trajectory
-from perdure.episodes.trajectory_segments import RewardShare, share
+from perdure.episodes.trajectory_segments import NO_VERSION, RewardShare, share
 from perdure.installation import version
 from perdure.storage import store_keys, stored_json
 from perdure.types import (
@@ -199,7 +199,11 @@ class Episode(Frozen):
     stopped_in: str = ""
     """For a truncated rollout: the stage in which it was stopped."""
     trainable: bool = False
-    """The rollout is graded, and every turn except side and stray ones has exact token ids."""
+    """The rollout is graded and not too stale, and every turn except side and stray ones has exact
+    token ids."""
+    too_stale: str = ""
+    """Why none of its tokens is trained: which versions sampled it (`too_stale: finish`). Its reward
+    counts in its group's baseline. Empty if it is young enough."""
     turns: int = 0
     segments: tuple[SegmentSummary, ...] = ()
     prompt_tokens: int = 0
@@ -235,6 +239,8 @@ class Episode(Frozen):
     engine_seconds: float = 0.0
     waiting_seconds: float = 0.0
     """Seconds in which its calls waited for an engine."""
+    preemptions: int | None = None
+    """How often its model calls were preempted; None if no engine told."""
     evictions: int = 0
     attempts: tuple[AttemptSummary, ...] = ()
     grade: Grade | None = None
@@ -322,6 +328,11 @@ class Episode(Frozen):
     @property
     def signals(self) -> tuple[str, ...]:
         return self.grade.signals if self.grade else ()
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether it was graded, also if its reward is withheld."""
+        return self.status is RolloutStatus.GRADED
 
     @property
     def withheld(self) -> str:
@@ -438,7 +449,12 @@ def build_episode_from_earlier(parts: EpisodeParts, earlier: Episode) -> Episode
     engines = {"engines": earlier.provenance.engines}
     provenance = episode.provenance.model_copy(update=engines)
     trainable = earlier.trainable and episode.status is RolloutStatus.GRADED
-    fields = {"attempts": attempts, "provenance": provenance, "trainable": trainable}
+    fields = {
+        "attempts": attempts,
+        "provenance": provenance,
+        "trainable": trainable,
+        "too_stale": earlier.too_stale,
+    }
     return episode.model_copy(update=known | fields)
 
 
@@ -448,6 +464,8 @@ def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
     Raises: ValueError when grade and status contradict each other.
     """
     request = parts.request
+    too_stale = why_too_stale(request, segments)
+    segments = trained(segments, too_stale)
     return Episode(
         run_id=request.run_id,
         group_id=request.group_id or f"{request.run_id}/{request.instance_id}",
@@ -455,7 +473,8 @@ def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
         sample_index=request.sample_index,
         rollout_id=request.workflow_id,
         **{name: getattr(parts, name) for name in COPIED},
-        **_verdict(parts, segments),
+        too_stale=too_stale,
+        **_verdict(parts, [] if too_stale else segments),
         **_counts(parts.turns, segments),
         **_times(parts),
         earlier=(*parts.earlier.earlier, parts.earlier.as_earlier()) if parts.earlier else (),
@@ -463,6 +482,36 @@ def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
         damaged=tuple(parts.damaged),
         tokens_key=store_keys.episode_tokens(request),
         provenance=_provenance(parts),
+    )
+
+
+def trained(segments: Sequence[Segment], too_stale: str) -> Sequence[Segment]:
+    """The segments as a trainer gets them: masked if their rollout is too stale."""
+    return [segment.masked() for segment in segments] if too_stale else segments
+
+
+def why_too_stale(request: RolloutRequest, segments: Sequence[Segment]) -> str:
+    """Why a rollout that was to finish at any age is not trained; empty if it is."""
+    if request.too_stale != "finish" or request.max_staleness is None:
+        return ""
+    versions = {
+        version
+        for segment in segments
+        for version, mask in zip(segment.versions, segment.loss_mask, strict=True)
+        if mask
+    }
+    if not versions:
+        return ""
+    oldest, newest = min(versions), max(versions)
+    if oldest == NO_VERSION:
+        return "an engine did not report the policy version of some of its tokens"
+    begun = oldest if request.policy_version is None else request.policy_version
+    if newest <= begun + request.max_staleness:
+        return ""
+    sampled = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+    return (
+        f"sampled by policy {sampled}; with max_staleness {request.max_staleness}, the newest may be "
+        f"{begun + request.max_staleness}"
     )
 
 
@@ -527,6 +576,7 @@ def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]
 def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any]:
     steps = (turn for turn in turns if turn.purpose.is_of_trajectory)
     versions = [span.version for turn in steps for span in turn.versions]
+    preemptions = [turn.preemptions for turn in turns if turn.preemptions is not None]
     return {
         "turns": len(turns),
         "segments": tuple(map(_summary, segments, have_experts(turns, segments))),
@@ -542,6 +592,7 @@ def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any
         "trajectory": count_trajectory(turns, segments),
         "engine_seconds": round(math.fsum(turn.engine_seconds for turn in turns), 3),
         "waiting_seconds": round(math.fsum(turn.waiting_seconds for turn in turns), 3),
+        "preemptions": sum(preemptions) if preemptions else None,
     }
 
 

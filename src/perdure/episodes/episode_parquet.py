@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.episodes.episode import Episode
+from perdure.episodes.episode import Episode, trained
 from perdure.episodes.turns_parquet import columns_of, parquet_writer_options
 from perdure.types import FinishReason, SamplingSpan, Segment, SegmentKind
 
@@ -48,8 +48,9 @@ ARRAYS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "tu
 
 
 def encode_segments(episode: Episode, segments: Sequence[Segment]) -> bytes:
-    """The segments as parquet; at least one row."""
-    rows = [_row(episode, segment) for segment in segments] or [_row(episode, None)]
+    """The segments as parquet, masked if the rollout is too stale; at least one row."""
+    kept = trained(segments, episode.too_stale)
+    rows = [_row(episode, segment) for segment in kept] or [_row(episode, None)]
     sink = io.BytesIO()
     table = pa.Table.from_pylist(rows, TOKENS_SCHEMA)
     pq.write_table(table, sink, **parquet_writer_options(TOKENS_SCHEMA))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
+from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode, trained
 from perdure.episodes.segment_experts import segment_experts
 from perdure.episodes.segment_kept_tokens import segment_kept_tokens
 from perdure.episodes.trajectory_segments import RewardShare, SegmentMode, cut
@@ -175,9 +175,9 @@ async def read_segments(
     routed_experts: bool = False,
     kept_tokens: bool = False,
 ) -> EpisodeSegments:
-    """The episode and its segments. `keep_unused`: include answers that the agent did not use.
-    `routed_experts`, `kept_tokens`: also read the experts of their tokens, and what top-p left for
-    each, where engines returned them.
+    """The episode and its segments, masked if it is too stale to train. `keep_unused`: include answers
+    that the agent did not use. `routed_experts`, `kept_tokens`: also read the experts of their tokens,
+    and what top-p left for each, where engines returned them.
 
     Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable.
     """
@@ -200,4 +200,5 @@ async def read_segments(
         found = cut(recorded, mode=mode, keep_unused=keep_unused)
     experts = segment_experts(recorded, found) if routed_experts and recorded else ()
     kept = segment_kept_tokens(recorded, found) if kept_tokens and recorded else ()
-    return EpisodeSegments(episode, tuple(found), tuple(experts), tuple(kept)).shared(reward_share)
+    segments = tuple(trained(found, episode.too_stale))
+    return EpisodeSegments(episode, segments, tuple(experts), tuple(kept)).shared(reward_share)

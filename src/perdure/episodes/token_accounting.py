@@ -24,7 +24,8 @@ class TrajectoryCounts(Frozen):
     sampled_tokens: int = 0
     trained_tokens: int = 0
     untrained_tokens: dict[str, int] = Field(default_factory=dict)
-    """By reason: `side`, `stray`, `hosted`, `unused`, `drift`. `trained_tokens` has the rest."""
+    """By reason: `side`, `stray`, `hosted`, `unused`, `too_stale`, `drift`. `trained_tokens` has the
+    rest."""
     untrained_turns: dict[str, int] = Field(default_factory=dict)
     segments: dict[str, int] = Field(default_factory=dict)
     """Number of segments of each kind."""

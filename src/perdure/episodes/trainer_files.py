@@ -129,6 +129,8 @@ class TrainerFile:
             return None  # a failed rollout becomes slime's own aborted sample
         if why := found.episode.why_no_reward:
             return why
+        if found.episode.too_stale and self.format in ("torchtitan", "sft-tokens"):
+            return f"too stale: {found.episode.too_stale}"
         return None if found.segments else "nothing to train on: no turn with token ids"
 
     def add(self, found: EpisodeSegments) -> None:

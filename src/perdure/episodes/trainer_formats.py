@@ -53,6 +53,7 @@ def slime_samples(found: EpisodeSegments, *, index: int, group_index: int) -> li
     A rollout without a segment or a verdict gives slime's own aborted sample: one masked token with
     reward 0.0, because slime's step raises a TypeError for None. `metadata["rollout_reward"]` is
     null if there is no verdict; `integrations.slime.rewards` leaves such a sample out of its group.
+    A rollout that is too stale keeps its reward, and slime masks its samples (`remove_sample`).
     """
     if found.episode.reward is None or not found.segments:
         return [_slime_placeholder(found, index, group_index)]
@@ -117,7 +118,7 @@ def _slime_base(episode: Episode, index: int, group_index: int) -> Row:
         "prompt": "",
         "response": "",
         "label": episode.instance_id,
-        "remove_sample": False,
+        "remove_sample": bool(episode.too_stale),
         "session_id": episode.rollout_id,
     }
 
@@ -131,6 +132,7 @@ def skyrl_output(
     names: Sequence[Row] | None = None,
     step_wise: bool = True,
     top_k: int = 0,
+    masks: bool = False,
 ) -> Row:
     """One `GeneratorOutput`. Each row repeats the rollout's times.
 
@@ -138,12 +140,13 @@ def skyrl_output(
     the last row has the whole reward, and SkyRL gives its advantage to all. Otherwise it has one
     row per rollout, its last segment. `names`: SkyRL's `TrajectoryID` of each; needed if one has no
     episode. SkyRL has no missing rewards, so a rollout without a verdict or segments has no row if
-    another rollout has one. If each needs a row (not step-wise, or none is graded), it gets one
-    masked token, with the mean reward of its instance's rollouts. `top_k`: the width of the kept
-    sets, the same for all outputs of a step; 0 if SkyRL does not replay them.
+    another rollout has one. If each needs a row (not step-wise, none is graded, or `masks`), it
+    gets one masked token, with the mean reward of its instance's rollouts. The rows of a rollout
+    that is too stale have its reward and no trained token. `top_k`: the width of the kept sets, the
+    same for all outputs of a step; 0 if SkyRL does not replay them.
     """
     named = names or [_trajectory(one.episode) for one in found if one is not None]
-    rows = _skyrl_rows(list(zip(found, named, strict=True)), step_wise=step_wise)
+    rows = _skyrl_rows(list(zip(found, named, strict=True)), step_wise=step_wise, masks=masks)
     episodes = [None if row.rollout is None else row.rollout.episode for row in rows]
     return {
         "prompt_token_ids": [list(row.segment.prompt_ids) for row in rows],
@@ -181,7 +184,7 @@ def _trajectory(episode: Episode) -> Row:
 
 
 def _skyrl_rows(
-    found: Sequence[tuple[EpisodeSegments | None, Row]], *, step_wise: bool
+    found: Sequence[tuple[EpisodeSegments | None, Row]], *, step_wise: bool, masks: bool
 ) -> list[_SkyrlRow]:
     rewards: dict[str, list[float]] = {}
     for one, name in found:
@@ -194,7 +197,7 @@ def _skyrl_rows(
             for segment in one.segments if step_wise else one.segments[-1:]:
                 last = segment is one.segments[-1]
                 rows.append(_SkyrlRow(name, one, segment, reward if last else 0.0, last))
-        elif not (step_wise and rewards):
+        elif masks or not (step_wise and rewards):
             known = rewards.get(name["instance_id"])
             rows.append(_SkyrlRow(name, one, MASKED, statistics.fmean(known) if known else 0.0))
     return rows
@@ -250,8 +253,9 @@ def _metrics(
     return {
         "perdure/rollouts": len(found),
         "perdure/left_out": len(found) - len(kept),
+        "perdure/too_stale": sum(bool(one.episode.too_stale) for one in kept),
         "perdure/segments": segments,
-        "perdure/untrained_segments": segments - sum(row.segment is not MASKED for row in rows),
+        "perdure/untrained_segments": segments - sum(any(row.segment.loss_mask) for row in rows),
         **{f"perdure/{outcome.value}": n for outcome, n in sorted(outcomes.items())},
     }
 
@@ -263,9 +267,10 @@ def torchtitan_samples(found: EpisodeSegments, *, group_id: int, advantage: floa
     """`TrainingSample` fields, one sample per segment, packed into one sequence [L]. `metadata` is
     an extra key, because TorchTitan has no field for it.
 
-    Every sample gets the rollout's whole advantage. Empty without a verdict or segments.
+    Every sample gets the rollout's whole advantage. Empty without a verdict or segments, and if the
+    rollout is too stale to train.
     """
-    if found.episode.reward is None:
+    if found.episode.reward is None or found.episode.too_stale:
         return []
     return [_training_sample(found, segment, group_id, advantage) for segment in found.segments]
 
@@ -322,7 +327,8 @@ def normalized(rewards: Mapping[T, float], *, std_normalization: bool) -> dict[T
 def verl_outputs(found: EpisodeSegments) -> list[Row]:
     """`AgentLoopOutput` fields, one per segment; empty without a verdict, because verl would
     compute a reward for a `reward_score` of None. Each has the whole reward whatever its share:
-    verl uses the last one's for all of them, and its baseline counts each rollout once."""
+    verl uses the last one's for all of them, and its baseline counts each rollout once. Those of a
+    rollout that is too stale have no trained token."""
     if found.episode.reward is None:
         return []
     return [_agent_loop_output(found, segment) for segment in found.segments]
@@ -343,7 +349,7 @@ def _agent_loop_output(found: EpisodeSegments, segment: Segment) -> Row:
             "generate_sequences": episode.engine_seconds,
             "tool_calls": episode.environment_seconds,
             "compute_score": episode.stage_seconds.get("grade", 0.0),
-            "num_preempted": -1,
+            "num_preempted": -1 if episode.preemptions is None else episode.preemptions,
         },
         "extra_fields": _facts(found, segment)
         | _weight_steps(segment)
@@ -376,7 +382,8 @@ def _reward_facts(episode: Episode) -> dict[str, float]:
 def trl_output(found: Sequence[EpisodeSegments | None]) -> Row:
     """The return value of a `rollout_func` of `GRPOTrainer`: one row per rollout, its last segment.
 
-    A rollout without trainable segments has one masked token and reward None.
+    A rollout without trainable segments has one masked token and reward None. One that is too
+    stale has its reward and no trained token.
     """
     rows = [_trl_row(one) for one in found]
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
@@ -452,6 +459,7 @@ def _episode_facts(episode: Episode) -> Row:
         "outcome": episode.outcome.value if episode.outcome else None,
         "agent_end": episode.agent_end.value if episode.agent_end else None,
         "failure": episode.failure.message if episode.failure else None,
+        "too_stale": episode.too_stale,
         **episode.audit(),
         "named_rewards": episode.named_rewards,
     }

@@ -31,8 +31,9 @@ OF_ROWS = ("lengths", "rewards", "advantages", "rollouts", "groups")
 class Batch(Generic[Array]):
     """One row per segment of each graded rollout, padded on the right to the longest of the batch.
 
-    A rollout without a reward, or without token ids, has no row. Without a reward it does not count
-    in its group's mean either, and its reward is not 0. A rollout of K segments has K rows with the
+    A rollout without a reward, without token ids, or that is too stale, has no row. Without a
+    reward it does not count in its group's mean either, and its reward is not 0; one that is too
+    stale counts. A rollout of K segments has K rows with the
     same reward and advantage: if your loss takes a mean over rows, divide by the rows of `rollouts`.
 
     Shapes: N rows, T tokens in the longest one; both are 0 if no rollout has a reward. The arrays
@@ -95,9 +96,8 @@ class BatchBuilder:
         """`found`: all segments of a rollout, whether it is graded or not."""
         index = len(self._episodes)
         self._episodes.append(found.episode)
-        self._rows += [
-            (index, _row(segment)) for one in graded([found]) for segment in one.segments
-        ]
+        kept = [] if found.episode.too_stale else graded([found])
+        self._rows += [(index, _row(segment)) for one in kept for segment in one.segments]
 
     def batch(self) -> Batch[Values]:
         group_ids = tuple(dict.fromkeys(episode.group_id for episode in self._episodes))

@@ -32,8 +32,8 @@ class Untrained(NamedTuple):
     """A turn whose sampled tokens have mask 1 in no segment, and why.
 
     `reason`: `side` (a title, a probe), `stray` (not the agent's call), `hosted` (no token ids),
-    `unused` (the agent did not use the answer), `drift` (slime's modes only: a later prompt does not
-    repeat it token for token).
+    `unused` (the agent did not use the answer), `too_stale` (its rollout), `drift` (slime's modes
+    only: a later prompt does not repeat it token for token).
     """
 
     turn: int
@@ -123,9 +123,13 @@ def cut(
 
 def untrained(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[Untrained]:
     """The turns that `segments`, cut from `turns`, do not train, each with its reason."""
-    trained = {index for segment in segments for index in segment.turns}
+    trained = {index for one in segments if any(one.loss_mask) for index in one.turns}
+    masked = {index for one in segments for index in one.turns} - trained
+    lost = {index: "too_stale" for index in masked}
     return [
-        Untrained(turn.index, turn.sampled_tokens, _why_left_out(turn) or "drift")
+        Untrained(
+            turn.index, turn.sampled_tokens, _why_left_out(turn) or lost.get(turn.index, "drift")
+        )
         for turn in turns
         if turn.index not in trained and (turn.completion_ids or _why_left_out(turn))
     ]

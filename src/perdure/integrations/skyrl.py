@@ -20,6 +20,7 @@ from perdure.sandboxes.base import identity_of
 from perdure.types import FinishReason, RolloutRequest
 
 BASE = "skyrl.train.generators.base"
+REFUSED = {"short": "without step_wise_trajectories, SkyRL needs a row for each prompt"}
 
 
 def generator_output(
@@ -28,14 +29,15 @@ def generator_output(
     names: Sequence[dict[str, Any]] | None = None,
     step_wise: bool = True,
     top_k: int = 0,
+    masks: bool = False,
 ) -> dict[str, Any]:
     """A `GeneratorOutput` (a TypedDict). `step_wise` must match `generator.step_wise_trajectories`.
 
     `trajectory_ids` are SkyRL's own objects if SkyRL is installed, with the fields of `names`. In the
-    step-wise form, rollouts that failed or have nothing to train on have no row;
+    step-wise form, rollouts that failed or have nothing to train on have no row, unless `masks`;
     `rollout_metrics["perdure/left_out"]` counts them. See `episodes.trainers.skyrl_output`.
     """
-    output = skyrl_output(found, names=names, step_wise=step_wise, top_k=top_k)
+    output = skyrl_output(found, names=names, step_wise=step_wise, masks=masks, top_k=top_k)
     if (experts := output["rollout_expert_indices"]) is not None and not _takes_arrays():
         output["rollout_expert_indices"] = [rows.tolist() for rows in experts]
     trajectory_id = trainer_imports.find(BASE, "TrajectoryID")
@@ -64,11 +66,16 @@ def generator(
     a LoRA adapter. `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if
     `env_extras` has only an `instance_id`. With `inference_engine.enable_return_routed_experts` or
     `...enable_return_sample_support_set`, segments without experts, or without kept sets, are left
-    out. Raises: ConfigurationError.
+    out. `without_verdict`: step-wise, `short` by default, otherwise `mask`, because SkyRL then needs
+    a row for each prompt. A masked row has the mean reward of its group. Raises: ConfigurationError.
     """
     base = trainer_imports.find(BASE, "GeneratorInterface")
     if base is None:
         raise ConfigurationError("skyrl is not installed")
+    step_wise = bool(config.step_wise_trajectories)
+    fields, choice = trainer_hooks.split_without_verdict(
+        fields, "SkyRL", "short" if step_wise else "mask", {} if step_wise else REFUSED
+    )
     client = inference_engine_client
     root = str(getattr(client, "model_name", ""))
     fields, engine = trainer_engine.engine_of_run(
@@ -91,9 +98,17 @@ def generator(
         told = None if engine is None else client
         asked = (input_batch.get("sampling_params") or {}) if keeps else {}
         top_k = max(0, asked.get("top_k") or 0)
-        found = await _finished(requests, told, routed_experts=replays, kept_tokens=top_k > 0)
-        step_wise = config.step_wise_trajectories
-        return _output(input_batch, requests, found, step_wise=step_wise, top_k=top_k)
+        found = await _finished(
+            requests,
+            told,
+            routed_experts=replays,
+            kept_tokens=top_k > 0,
+            replaces=choice == "replace",
+        )
+        if choice == "drop":
+            found = _whole_groups(input_batch, found)
+        masks = choice == "mask"
+        return _output(input_batch, requests, found, step_wise=step_wise, masks=masks, top_k=top_k)
 
     return type("PerdureGenerator", (base,), {"generate": generate})()
 
@@ -122,20 +137,25 @@ def _sampler(client: Any, model: str | None, *, keeps: bool = False) -> Sample:
         experts = (output.get("rollout_expert_indices") or [None])[0]
         (support,) = output.get("rollout_sample_support") or [None]
         kept = None if support is None else [row[row >= 0].tolist() for row in support]
-        return Sampled(ids, logprobs or (), reason, oldest, version(), experts, kept)
+        return Sampled(ids, logprobs or (), reason, oldest, version(), experts, kept=kept)
 
     return sample
 
 
 async def _finished(
-    requests: Sequence[RolloutRequest], client: Any, *, routed_experts: bool, kept_tokens: bool
+    requests: Sequence[RolloutRequest],
+    client: Any,
+    *,
+    routed_experts: bool,
+    kept_tokens: bool,
+    replaces: bool,
 ) -> list[EpisodeSegments | None]:
     """Run all rollouts at once. `client`: is told about each ended session, so that SkyRL's router
     frees that session's place."""
 
     async def finished(request: RolloutRequest) -> EpisodeSegments | None:
         found = await trainer_hooks.finished(
-            request, routed_experts=routed_experts, kept_tokens=kept_tokens
+            request, routed_experts=routed_experts, kept_tokens=kept_tokens, replaces=replaces
         )
         attempts = len(found.episode.attempts) if found is not None else 0
         for attempt in range(max(1, attempts) if client is not None else 0):
@@ -146,6 +166,17 @@ async def _finished(
     return list(await asyncio.gather(*map(finished, requests)))
 
 
+def _whole_groups(
+    batch: Mapping[str, Any], found: Sequence[EpisodeSegments | None]
+) -> list[EpisodeSegments | None]:
+    """None for each member of a group in which one has no verdict."""
+    groups = [name.instance_id for name in batch["trajectory_ids"]]
+    short = {
+        group for group, one in zip(groups, found, strict=True) if trainer_hooks.lacks_verdict(one)
+    }
+    return [None if group in short else one for group, one in zip(groups, found, strict=True)]
+
+
 def _output(
     batch: Mapping[str, Any],
     requests: Sequence[RolloutRequest],
@@ -153,6 +184,7 @@ def _output(
     *,
     step_wise: bool,
     top_k: int,
+    masks: bool,
 ) -> dict[str, Any]:
     """The batch's rollouts in order, under SkyRL's ids.
 
@@ -164,9 +196,10 @@ def _output(
         for name in batch["trajectory_ids"]
     ]
     groups = {name["instance_id"] for name in names}
-    if len(groups) > 1 and not graded([one for one in found if one is not None]):
+    fresh = [one for one in found if one is not None and not one.episode.too_stale]
+    if len(groups) > 1 and not graded(fresh):
         raise NoResult(f"none of {len(requests)} rollouts of {requests[0].run_id} can be trained")
-    return generator_output(found, names=names, step_wise=step_wise, top_k=top_k)
+    return generator_output(found, names=names, step_wise=step_wise, masks=masks, top_k=top_k)
 
 
 def _requests(batch: Mapping[str, Any], fields: Mapping[str, Any]) -> list[RolloutRequest]:

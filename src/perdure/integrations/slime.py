@@ -36,6 +36,8 @@ NO_KEPT_SETS = {"rollout_top_p_token_ids": [], "rollout_top_p_token_offsets": [0
 """Of a masked sample with one token: slime refuses a step in which a sample has none."""
 RUN_ID = trainer_hooks.new_run_id("slime")
 """Of a training that names none: slime calls `generate` in one process."""
+REFUSED = {"short": "slime reads a sample of each member"}
+FILTER = "perdure.integrations.slime.has_signal"
 STEP_POLL_S = 0.2
 """Seconds between checks whether a step is running."""
 
@@ -69,9 +71,10 @@ async def generate(
     coding-agent example apply. slime's SGLang router samples, unless they have `engine: perdure`. An
     aborted step cancels its rollouts. With `--use-rollout-routing-replay`, segments without experts are left
     out. With `--rollout-top-p` below 1, which slime replays too, so are segments without kept sets.
-    Raises: ConfigurationError, also if engines returned no kept set at all.
+    `without_verdict`: `mask` by default, with slime's aborted sample; `drop` needs the filter
+    `has_signal`. Raises: ConfigurationError, also if engines returned no kept set at all.
     """
-    given = _options(args)
+    given, choice = _options(args)
     root = str(getattr(args, "hf_checkpoint", ""))
     fields, engine = trainer_engine.engine_of_run(given, ACCEPTED, root=root)
     request = _request(args, fields, sample, sampling_params, evaluation)
@@ -86,6 +89,7 @@ async def generate(
             lambda: _is_aborted(args),
             routed_experts=replays,
             kept_tokens=keeps,
+            replaces=choice == "replace",
         )
     finally:
         _awaited.discard(request.workflow_id)
@@ -103,6 +107,34 @@ async def generate(
             for row in rows
         ]
     return [_like(sample, row) for row in (rows[-1:] if evaluation else rows)]
+
+
+def _options(args: Any) -> tuple[dict[str, Any], str]:
+    """The fields of the rollouts, and what to do without a verdict. A launcher without
+    `args.perdure` gets defaults: the agent of `SWE_AGENT`, the sandboxes of
+    `SWE_SANDBOX_METADATA_FILE`, the rows' file, and a new run id.
+
+    Example: ({"run_id": "slime-261129013000-9f2c11", "dataset": "swe_train", "agent": "claude_code"},
+    "mask"). Raises: ConfigurationError.
+    """
+    given = dict(getattr(args, "perdure", None) or {})
+    given.setdefault("run_id", RUN_ID)
+    given.setdefault("agent", process_environment.named("SWE_AGENT") or "claude_code")
+    if "sandbox" not in given and load_settings().e2b.metadata_file:
+        given["sandbox"] = "e2b"
+    if "dataset" not in given and getattr(args, "prompt_data", None):
+        given["dataset"] = dataset_name(str(args.prompt_data))
+    fields, choice = trainer_hooks.split_without_verdict(given, "slime", "mask", REFUSED)
+    if choice == "drop" and getattr(args, "dynamic_sampling_filter_path", None) != FILTER:
+        raise ConfigurationError(
+            f"without_verdict is 'drop': slime drops groups with --dynamic-sampling-filter-path {FILTER}"
+        )
+    if getattr(args, "partial_rollout", False):
+        raise ConfigurationError(
+            "--partial-rollout: slime carries over one sample for each member, and a rollout has one "
+            "for each segment. Leave the flag out: the step then cancels its open rollouts"
+        )
+    return fields, choice
 
 
 async def _sample(args: Any, ask: Ask) -> Sampled:
@@ -235,22 +267,6 @@ def _request(
     )
 
 
-def _options(args: Any) -> dict[str, Any]:
-    """`args.perdure`, with defaults for a launcher that names none: the agent of `SWE_AGENT`, the
-    sandboxes of `SWE_SANDBOX_METADATA_FILE`, the rows' file, and a new run id.
-
-    Example: {"run_id": "slime-261129013000-9f2c11", "dataset": "swe_train", "agent": "claude_code"}
-    """
-    given = dict(getattr(args, "perdure", None) or {})
-    given.setdefault("run_id", RUN_ID)
-    given.setdefault("agent", process_environment.named("SWE_AGENT") or "claude_code")
-    if "sandbox" not in given and load_settings().e2b.metadata_file:
-        given["sandbox"] = "e2b"
-    if "dataset" not in given and getattr(args, "prompt_data", None):
-        given["dataset"] = dataset_name(str(args.prompt_data))
-    return given
-
-
 def _row(sample: Any) -> dict[str, Any]:
     """slime's row, with the id that an import of its file gives: the metadata's own, or the label."""
     metadata = sample.metadata or {}
@@ -303,9 +319,17 @@ def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]
 
 
 def has_signal(args: Any, samples: Iterable[Any], **_: Any) -> bool:
-    """Whether the graded rollouts of a group have different rewards (dynamic sampling)."""
-    known = {_verdict(sample) for sample in _flat(samples)} - {None}
-    return len(known) > 1
+    """Whether the graded rollouts of a group have different rewards (dynamic sampling). With
+    `without_verdict: drop`, false if a member has no verdict."""
+    group = list(_flat(samples))
+    if _options(args)[1] == "drop" and any(_lacks_verdict(sample) for sample in group):
+        return False
+    return len({_verdict(sample) for sample in group} - {None}) > 1
+
+
+def _lacks_verdict(sample: Any) -> bool:
+    """A withheld reward is one of a graded rollout."""
+    return _verdict(sample) is None and not (sample.metadata or {}).get("withheld")
 
 
 def _verdict(sample: Any) -> float | None:

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -26,7 +26,7 @@ from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_fields import Row
 from perdure.settings.settings_loader import load_settings
 from perdure.storage.store_url import open_store
-from perdure.types import EpisodeRef, Instance, RolloutRequest, Sampling, slugify
+from perdure.types import EpisodeRef, Instance, RolloutRequest, Sampling, replacement, slugify
 from perdure.variant_registry import data_source_named
 
 POLL_S = 1.0
@@ -50,6 +50,18 @@ CLIENT_ARGUMENTS = frozenset(
 """Fields of an LLM client's configuration that do not affect sampling."""
 WITHIN = ("instance", "extra_info", "metadata")
 """Columns in which SkyRL's, verl's and slime's datasets have a row's own fields."""
+
+WithoutVerdict = Literal["replace", "drop", "mask", "short"]
+"""What a trainer gets for a member of a group that fails without a verdict. `replace`: the sample is
+played again, up to 3 times, then as by default. `drop`: the group is not trained. `mask`: a row
+without a trained token, which its group's baseline leaves out where the trainer can. `short`: no
+row."""
+TRAINER_WAITS = {
+    "quorum": "how many members it waits for",
+    "deadline_s": "how long it waits for a member",
+    "stragglers": "which members it cancels, and which it carries over (partial rollouts)",
+}
+"""Fields of a GroupRequest that a hook does not take -> what the trainer's own settings decide."""
 
 log = structlog.get_logger()
 
@@ -84,6 +96,36 @@ def check_sampling_names(parameters: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(known))}"
         raise ConfigurationError(f"unknown sampling parameter {name!r}: {hint}")
+
+
+def split_without_verdict(
+    fields: Mapping[str, Any], trainer: str, default: WithoutVerdict, refused: Mapping[str, str]
+) -> tuple[dict[str, Any], WithoutVerdict]:
+    """A hook's options without `without_verdict`, and its value. `refused`: the choices that the
+    trainer's interface cannot honour, with the reason.
+
+    Raises: ConfigurationError, also for a field of a GroupRequest that only the trainer decides.
+    """
+    rest = dict(fields)
+    choice: WithoutVerdict = rest.pop("without_verdict", default)
+    possible = [one for one in get_args(WithoutVerdict) if one not in refused]
+    if choice not in possible:
+        why = f": {refused[choice]}" if choice in refused else ""
+        raise ConfigurationError(
+            f"without_verdict is {choice!r}, which {trainer} does not take{why}. Use one of "
+            f"{', '.join(possible)}"
+        )
+    for name in sorted(TRAINER_WAITS.keys() & rest.keys()):
+        raise ConfigurationError(
+            f"{name} is a field of a GroupRequest: in its own loop, {trainer} decides "
+            f"{TRAINER_WAITS[name]}; use its settings"
+        )
+    return rest, choice
+
+
+def lacks_verdict(found: EpisodeSegments | None) -> bool:
+    """Whether the rollout ended without a verdict. One whose reward is withheld has one."""
+    return found is None or not found.episode.has_verdict
 
 
 def request_of(
@@ -194,27 +236,51 @@ async def finished(
     *,
     routed_experts: bool = False,
     kept_tokens: bool = False,
+    replaces: bool = False,
 ) -> EpisodeSegments | None:
     """The rollout's episode, failed or not. None: it ended without an episode, or `given_up()` is true.
 
     `routed_experts`: the trainer replays experts, so segments without them are left out.
-    `kept_tokens`: it normalises over the top-p set of each token; the same for these sets. The
-    rollout is cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
+    `kept_tokens`: it normalises over the top-p set of each token; the same for these sets.
+    `replaces`: a rollout that fails without a verdict is played again, as `replacement` says. After
+    a restart, the trainer joins the replacement, because that has the rollout's id. The rollout is
+    cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
     """
     perdure = await connection()
     await _save_row(request.instance)
-    handle = await perdure.start_rollout(request)
+    first = request.round
+    while True:
+        ref = await _ended(await perdure.start_rollout(request), given_up)
+        if ref is None:
+            return None
+        found = await _read(ref, routed_experts=routed_experts, kept_tokens=kept_tokens)
+        if found is None or not replaces or given_up():
+            return found
+        # After a restart this may have joined a later round.
+        played = request.model_copy(update={"round": max(request.round, found.episode.round)})
+        again = replacement(played, ref, first)
+        if again is None:
+            return found
+        log.warning("a rollout without a verdict is replaced", rollout=request.workflow_id)
+        request = again
+
+
+async def _ended(handle: RolloutHandle, given_up: Callable[[], bool]) -> EpisodeRef | None:
+    """Wait for a rollout. None: it ended without an episode, or the caller gave it up."""
     waiting = asyncio.ensure_future(handle.result())
     try:
         while not waiting.done() and not given_up():
             await asyncio.wait([waiting], timeout=POLL_S)
-        ref = await waiting if waiting.done() else None
+        return await waiting if waiting.done() else None
     except NoResult:
         return None
     finally:
         await _leave(waiting, handle)
-    if ref is None:
-        return None
+
+
+async def _read(
+    ref: EpisodeRef, *, routed_experts: bool, kept_tokens: bool
+) -> EpisodeSegments | None:
     read = await read_episodes([ref], routed_experts=routed_experts, kept_tokens=kept_tokens)
     found = read[0] if read else None
     if found is not None and routed_experts:

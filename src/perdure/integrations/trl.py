@@ -16,11 +16,14 @@ from typing import Any
 from perdure.client.sync_client import LoopThread
 from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainer_formats import graded, trl_output
+from perdure.errors import ConfigurationError
 from perdure.integrations import trainer_engine, trainer_hooks
 from perdure.integrations.trl_generation import ACCEPTED, COLOCATE, Generation, generation_of
 from perdure.types import RolloutRequest
 
 logger = logging.getLogger(__name__)
+
+REFUSED = {"short": "it takes exactly one row for each prompt"}
 
 
 class Rollouts:
@@ -30,8 +33,12 @@ class Rollouts:
     def __init__(self, *, publish: bool = True, **fields: Any) -> None:
         """`fields`: fields of a RolloutRequest, with `run_id`. TRL's vLLM samples, unless they have
         `engine="perdure"`. `publish`: with that, Perdure's engines get the model before each step
-        and sample only with it. Either way, TRL's loss corrects for the recorded logprobs. Raises:
-        ConfigurationError."""
+        and sample only with it. Either way, TRL's loss corrects for the recorded logprobs.
+        `without_verdict`: `mask` by default. `drop` masks the other members of the group too; a
+        process must then have whole groups. Raises: ConfigurationError."""
+        fields, self._without_verdict = trainer_hooks.split_without_verdict(
+            fields, "TRL", "mask", REFUSED
+        )
         self._fields, self._uses_trainers = trainer_engine.split_engine_option(fields)
         self._publish = publish
         self._trainer: Any = None
@@ -43,10 +50,14 @@ class Rollouts:
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         """Raises: ConfigurationError, UpdateRefused, StoreUnavailable, OSError."""
+        drops = self._without_verdict == "drop"
+        groups = _groups(prompts, trainer) if drops else []
         if self._trainer is not trainer:
             self._begin(trainer)
             self._trainer = trainer
         found = asyncio.run(self._all(self._requests(prompts, trainer)))
+        if drops:
+            found = _whole_groups(groups, found)
         _warn_of_untrained([one for one in found if one is not None])
         return trl_output(found)
 
@@ -76,7 +87,10 @@ class Rollouts:
         trainer.accelerator.wait_for_everyone()
 
     async def _all(self, requests: Sequence[RolloutRequest]) -> list[EpisodeSegments | None]:
-        rollouts = asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
+        replaces = self._without_verdict == "replace"
+        rollouts = asyncio.gather(
+            *(trainer_hooks.finished(request, replaces=replaces) for request in requests)
+        )
         if self._generation is None:
             return list(await rollouts)
         return list(await self._generation.until(rollouts))
@@ -111,6 +125,27 @@ class Rollouts:
         step = f"{trainer.accelerator.process_index}-{kind}{trainer.state.global_step}"
         self._calls[step] += 1
         return f"{step}-{self._calls[step]}"
+
+
+def _groups(prompts: Sequence[str], trainer: Any) -> list[int]:
+    """The number of each row's group. Raises: ConfigurationError if a group is split."""
+    size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    whole = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    if any(len(group) < size or len(set(group)) > 1 for group in whole):
+        raise ConfigurationError(
+            f"without_verdict is 'drop', but this process has only a part of a group of {size}: make "
+            "the rows of a process a multiple of num_generations"
+        )
+    return [row // size for row in range(len(prompts))]
+
+
+def _whole_groups(
+    groups: Sequence[int], found: Sequence[EpisodeSegments | None]
+) -> list[EpisodeSegments | None]:
+    """None for each member of a group in which one has no verdict."""
+    rows = list(zip(groups, found, strict=True))
+    short = {group for group, one in rows if trainer_hooks.lacks_verdict(one)}
+    return [None if group in short else one for group, one in rows]
 
 
 def _parameters(args: Any) -> dict[str, Any]:

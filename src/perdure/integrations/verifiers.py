@@ -36,6 +36,9 @@ from perdure.integrations import trainer_engine, trainer_hooks
 from perdure.types import ExpertRows, FinishReason, Turn
 
 Watch = Callable[[vf.Trace], None]
+REFUSED = dict.fromkeys(
+    ("drop", "mask"), "its orchestrator decides about a group with an episode that has an error"
+)
 
 
 class InstancesConfig(vf.TasksetConfig):  # type: ignore[misc]  # without verifiers installed it is Any
@@ -88,7 +91,10 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         self._process = secrets.token_hex(4)
         """Tells apart the rollouts of several env servers and of several starts."""
         self._samples: Counter[str] = Counter()
-        self._fields, self._uses_trainers = trainer_engine.split_engine_option(config.rollout)
+        fields, self._without_verdict = trainer_hooks.split_without_verdict(
+            config.rollout, "prime-rl", "short", REFUSED
+        )
+        self._fields, self._uses_trainers = trainer_engine.split_engine_option(fields)
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         """Never called: Perdure runs its own agent."""
@@ -121,7 +127,8 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         if self._uses_trainers and client.type == "train" and "base_url" in client.model_fields_set:
             model = await trainer_engine.name_server(client.base_url, ctx.model)
             request = request.model_copy(update={"model": model})
-        found = await trainer_hooks.finished(request)
+        replaces = self._without_verdict == "replace"
+        found = await trainer_hooks.finished(request, replaces=replaces)
         if found is None or found.episode.reward is None:
             error = _no_reward(found)
             trace.errors.append(error)
@@ -165,9 +172,16 @@ def _fill(trace: vf.Trace, found: EpisodeSegments, turns: Sequence[Turn]) -> Non
     for segment, rows in zip(found.segments, experts, strict=True):
         _add_branch(trace, [known[index] for index in segment.turns], said, rows)
     episode = found.episode
+    if episode.too_stale:  # its reward counts, and no token is trained
+        for node in trace.nodes:
+            node.mask, node.logprobs = [False] * len(node.token_ids), []
     trace.record_reward("graded", episode.reward)
     trace.record_metrics(_metrics(episode))
-    trace.info = {"rollout": episode.rollout_id, "outcome": episode.outcome}
+    trace.info = {
+        "rollout": episode.rollout_id,
+        "outcome": episode.outcome,
+        "too_stale": episode.too_stale,
+    }
 
 
 def _metrics(episode: Episode) -> dict[str, float]:

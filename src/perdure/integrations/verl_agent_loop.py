@@ -13,6 +13,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from perdure.engines.clients.sglang import sampling_params
 from perdure.engines.function_engine import Ask, Sampled
+from perdure.errors import NoResult
 from perdure.integrations import trainer_engine, trainer_hooks, verl
 from perdure.integrations.trainer_engine import VLLM_SAMPLING
 from perdure.types import FinishReason
@@ -24,6 +25,8 @@ OWN = (
 """The options that verl passes to every agent loop, including its name in the file. All others are
 fields of a rollout."""
 SGLANG = "sglang"
+MASKED = {"mask": "it counts the reward of each row in the group's baseline"}
+IN_STEP = {"drop": "only its asynchronous trainers drop a group with a failed member"}
 
 
 class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
@@ -40,11 +43,16 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         is_sglang = self.rollout_config.name == SGLANG
         accepts = VLLM_SAMPLING | {"structured_outputs"} if is_sglang else VLLM_SAMPLING
         root = str(self.config.actor_rollout_ref.model.path)
+        refused = MASKED if _is_asynchronous(self.config) else MASKED | IN_STEP
+        fields, self._without_verdict = trainer_hooks.split_without_verdict(
+            fields, "verl", "short", refused
+        )
         self._fields, self._engine = trainer_engine.engine_of_run(fields, accepts, root=root)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """One `AgentLoopOutput` per segment. A rollout without a verdict gives none, so verl leaves
-        it out of its group. With `rollout.enable_rollout_routing_replay`, a segment without experts
+        it out of its group; with `without_verdict: drop` it raises NoResult, so verl replaces the
+        group. With `rollout.enable_rollout_routing_replay`, a segment without experts
         gives none either. The row names the `instance`, directly or in `extra_info`."""
         step = f"{row.get('global_steps', 0)}-{str(row.get('uid', ''))[:8] or 0}"
         request = trainer_hooks.request_of(
@@ -56,7 +64,13 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         )
         if self._engine is not None:
             await self._engine.use(self._sample)
-        found = await trainer_hooks.finished(request, routed_experts=_replays(self.config))
+        found = await trainer_hooks.finished(
+            request,
+            routed_experts=_replays(self.config),
+            replaces=self._without_verdict == "replace",
+        )
+        if self._without_verdict == "drop" and trainer_hooks.lacks_verdict(found):
+            raise NoResult(f"{request.workflow_id} has no verdict, so its group is dropped")
         outputs = [] if found is None else verl.agent_loop_outputs(found)
         for output in outputs:
             if output.routed_experts is not None:
@@ -85,6 +99,7 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
             oldest,
             about.get("max_global_steps", oldest),
             output.routed_experts,
+            preemptions=output.num_preempted,
         )
 
     def _reason(self, ask: Ask, ids: Sequence[int], told: str | None) -> FinishReason:
@@ -104,6 +119,11 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         path = self.config.actor_rollout_ref.model.path
         model = AutoConfig.from_pretrained(path)
         return experts.reshape(len(experts), model.num_hidden_layers, model.num_experts_per_tok)
+
+
+def _is_asynchronous(config: Any) -> bool:
+    v1 = getattr(getattr(config, "trainer", None), "v1", None)
+    return str(getattr(v1, "trainer_mode", "sync")) != "sync"
 
 
 def _replays(config: Any) -> bool:

@@ -30,7 +30,7 @@ FIX_OF_ROLLOUT = "use another run_id for this request"
 WORKFLOW_RUN = "workflow_run_id"
 """The workflow run that stored a rollout's identity. It is never compared with itself."""
 MAKES_A_PATCH = (
-    *("agent", "model", "sampling", "policy_version", "max_staleness"),
+    *("agent", "model", "sampling", "policy_version", "max_staleness", "too_stale"),
     *("user.messages", "user.model", "user.instruction"),
 )
 """Prefixes of the fields that a regrade must share with the rollout that made the patch."""

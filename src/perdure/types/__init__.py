@@ -41,6 +41,7 @@ from perdure.types.requests import (
     StartAt,
     Straggler,
     price_of,
+    replacement,
 )
 from perdure.types.resource_limits import (
     AccountCaps,
@@ -182,5 +183,6 @@ __all__ = [
     "conversation_user",
     "distinct_twins",
     "price_of",
+    "replacement",
     "slugify",
 ]

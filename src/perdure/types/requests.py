@@ -5,7 +5,7 @@ import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -14,7 +14,7 @@ from perdure.types.base import Request
 from perdure.types.identifier_patterns import InstanceRef, Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Limits, Phases
-from perdure.types.results import Outcome, RewardForm, RolloutStatus, TokenCounts
+from perdure.types.results import EpisodeRef, Outcome, RewardForm, RolloutStatus, TokenCounts
 from perdure.types.reward_models import RewardModel
 from perdure.types.simulated_users import SimulatedUser
 
@@ -27,6 +27,7 @@ GIVEN_PATCHES_OPTION = "predictions_sha256"
 
 StartAt = Literal["boot", "grade"]
 WithheldReward = Literal["exposed", "signals"]
+TooStale = Literal["refuse", "finish"]
 FailureType = Literal[
     "SandboxLost",
     "CallUnanswered",
@@ -211,7 +212,12 @@ class RolloutRequest(Request):
     """How many versions newer than `policy_version` may still sample the rollout. 0: only
     `policy_version` itself. If absent, any version.
 
-    All samples of a group share both fields."""
+    All samples of a group share these fields."""
+    too_stale: TooStale = "refuse"
+    """What happens to a rollout that only newer versions could continue. `refuse`: it fails without
+    a verdict. `finish`: they continue it. It then gets its verdict and counts in its group's
+    baseline, and none of its tokens is trained. With `finish`, `policy_version` may be absent:
+    `max_staleness` then counts from the oldest version that sampled the rollout."""
     sampling: Sampling = Sampling()
     user: SimulatedUser | None = None
     """Who writes the messages after the task, for an agent that takes several (`acp`)."""
@@ -279,8 +285,14 @@ class RolloutRequest(Request):
 
     @model_validator(mode="after")
     def _staleness_is_of_a_version(self) -> "RolloutRequest":
-        if self.max_staleness is not None and self.policy_version is None:
-            raise ValueError("max_staleness counts from policy_version: give that too")
+        counts_itself = self.policy_version is not None or self.too_stale == "finish"
+        if self.max_staleness is not None and not counts_itself:
+            raise ValueError(
+                "max_staleness counts from policy_version: give that too, or too_stale 'finish', "
+                "which counts from the oldest version that sampled the rollout"
+            )
+        if self.too_stale == "finish" and self.max_staleness is None:
+            raise ValueError("too_stale 'finish' needs max_staleness: any version may sample now")
         return self
 
     @model_validator(mode="after")
@@ -316,6 +328,8 @@ class RolloutRequest(Request):
 
 
 Straggler = Literal["cancel", "keep"]
+REPLACEMENTS = 3
+"""How often a member of a group is sampled again if it fails without a verdict."""
 
 
 class Changeable(Request):
@@ -358,6 +372,10 @@ class GroupRequest(Changeable):
     """Finish when this many rollouts have a reward. If absent, all of them."""
     deadline_s: float | None = Field(None, gt=0)
     stragglers: Straggler = "cancel"
+    without_verdict: Literal["short", "replace"] = "short"
+    """What happens if a member fails without a verdict. `short`: the group goes on without it.
+    `replace`: the same sample is played again from its start, up to 3 times, if the failure is one
+    that `retry_on` can name. The group has one episode for each sample, the newest."""
     schema_version: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -384,6 +402,24 @@ class GroupRequest(Changeable):
         """The request of one sample."""
         update = {"sample_index": index, "group_id": self.group_id}
         return self.rollout.model_copy(update=update)
+
+
+def replacement(
+    played: RolloutRequest, episode: EpisodeRef, first: int = 0
+) -> RolloutRequest | None:
+    """The request that plays a failed rollout again, as its next round; None if it stays as it is.
+
+    It has the id of the rollout, so that there is one replacement, whoever starts it, and one
+    episode. `first`: the round of the first play. Cancelled and truncated rollouts stay, and
+    failures that another play would meet again, such as a bad configuration.
+    """
+    failure = episode.failure
+    may_pass = failure is not None and failure.type in get_args(FailureType)
+    if episode.status is not RolloutStatus.FAILED or not may_pass:
+        return None
+    if played.round >= first + REPLACEMENTS:
+        return None
+    return played.model_copy(update={"round": played.round + 1})
 
 
 MISSING = "missing"

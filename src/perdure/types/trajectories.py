@@ -135,6 +135,9 @@ class TurnFacts(Frozen):
     kept_tokens: KeptTokens | None = None
     """What top-p and top-k left for each sampled token; None if the engine did not return it for
     all of them."""
+    preemptions: int | None = None
+    """How often the engine's scheduler preempted the call. Only a trainer's generate function
+    tells."""
 
 
 class Usage(Frozen):
@@ -215,6 +218,17 @@ class Segment(Frozen):
     """The chain that it is part of: `main`, or a sub-agent's id."""
     sampling: tuple[SamplingSpan, ...] = ()
     """How each turn's tokens were sampled. A turn whose sampling is unknown has no span."""
+
+    def masked(self) -> "Segment":
+        """A copy without a trained token."""
+        nothing = len(self.response_ids)
+        return self.model_copy(
+            update={
+                "loss_mask": (0,) * nothing,
+                "logprobs": (0.0,) * nothing,
+                "versions": (-1,) * nothing,
+            }
+        )
 
     @property
     def temperature(self) -> float | None:

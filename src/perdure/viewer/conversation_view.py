@@ -19,6 +19,7 @@ WHY_NOT = {
     "stray": "code in the sandbox made this call, not the agent",
     "hosted": "a hosted API gave no token ids",
     "unused": "the agent did not use this answer",
+    "too_stale": "the rollout is too stale",
     "drift": "a later prompt does not repeat it token for token",
 }
 COMMANDS = ("command", "cmd", "code", "script")

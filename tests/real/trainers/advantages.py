@@ -1,8 +1,10 @@
 """Runs the trainers' own normalisation over Perdure's rows, and prints each rollout's advantage as JSON.
 
-    python tests/real/trainers/advantages.py SLIME [dense]
+    python tests/real/trainers/advantages.py SLIME [dense | choices]
 
-In the environment of the trainers; SLIME is its source. `dense`: the second rollout fixed half of its tests. TorchTitan's parts are imported. Modules of the
+In the environment of the trainers; SLIME is its source. `dense`: the second rollout fixed half of its tests.
+`choices`: of a group with a missing and a stale member, each row's advantage and number of trained tokens, by
+trainer and `without_verdict`. TorchTitan's parts are imported. Modules of the
 others want GPUs, Ray and more, so their functions are taken out of their source files, unaltered but for
 their decorators.
 """
@@ -15,8 +17,10 @@ import json
 import logging
 import sys
 import sysconfig
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +29,17 @@ import numpy as np
 import torch
 
 from perdure.episodes import trainer_formats
-from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
+from perdure.episodes.episode import (
+    Episode,
+    EpisodeParts,
+    EpisodeSegments,
+    build_episode,
+    trained,
+)
 from perdure.episodes.trajectory_segments import RewardShare, cut
+from perdure.errors import NoResult
 from perdure.integrations import slime as hooks
+from perdure.integrations import trainer_hooks
 from perdure.types import (
     Failure,
     Grade,
@@ -78,7 +90,11 @@ def recorded(segments: int) -> tuple[Turn, ...]:
     )
 
 
-def rollout(index: int, reward: float | None, segments: int) -> EpisodeSegments:
+def rollout(
+    index: int, reward: float | None, segments: int, *, stale: bool = False
+) -> EpisodeSegments:
+    """`stale`: version 3 was to sample it, and version 4 did."""
+    age = {"policy_version": 3, "max_staleness": 0, "too_stale": "finish"} if stale else {}
     turns = recorded(segments)
     grade = None
     if reward is not None:
@@ -86,7 +102,7 @@ def rollout(index: int, reward: float | None, segments: int) -> EpisodeSegments:
         rewards = Rewards(binary=float(reward == 1), partial=reward)
         grade = Grade(outcome=outcome, rewards=rewards, reward_form="partial")
     parts = EpisodeParts(
-        request=RolloutRequest(run_id="r", instance="d/i", sample_index=index),
+        request=RolloutRequest(run_id="r", instance="d/i", sample_index=index, **age),
         status=RolloutStatus.FAILED if grade is None else RolloutStatus.GRADED,
         failure=None if grade else Failure(boundary="sandbox", type="SandboxLost", message="gone"),
         grade=grade,
@@ -95,19 +111,22 @@ def rollout(index: int, reward: float | None, segments: int) -> EpisodeSegments:
         turns=turns,
     )
     found = cut(turns)
-    return EpisodeSegments(build_episode(parts, found), tuple(found))
+    episode = build_episode(parts, found)
+    return EpisodeSegments(episode, tuple(trained(found, episode.too_stale)))
 
 
 GROUP = [rollout(n, *end) for n, end in enumerate(ENDS)]
+STALE = rollout(3, 1.0, 2, stale=True)
+SHORT = [rollout(0, 1.0, 1), rollout(1, 0.0, 1), rollout(2, None, 1), STALE]
+REPLACED = [*SHORT[:2], rollout(2, 0.0, 1), STALE]
+Rows = list[list[tuple[float, int]]]
+"""Of each row of each rollout: its advantage, and its trained tokens."""
 
 
 # --- slime -----------------------------------------------------------------------------------
 
 
-def slime(
-    share: RewardShare, hook: Any = None, group: Sequence[EpisodeSegments] = GROUP
-) -> list[list[float]]:
-    """Of each sample of each rollout."""
+def slime(share: RewardShare, hook: Any = None, group: Sequence[EpisodeSegments] = GROUP) -> Rows:
     from slime.utils.types import Sample
 
     rows = [
@@ -126,7 +145,8 @@ def slime(
     manager = SimpleNamespace(args=args, custom_reward_post_process_func=hook)
     real = taken("slime/ray/rollout.py", "_post_process_rewards", given={"torch": torch})
     _, advantages = real._post_process_rewards(manager, samples)
-    return _by_rollout(advantages, [len(made) for made in rows])
+    masks = [row["loss_mask"] for made in rows for row in made]
+    return _by_rollout(advantages, masks, [len(made) for made in rows])
 
 
 def slime_with_null() -> str:
@@ -154,8 +174,9 @@ class Batch(dict[str, Any]):
         return self
 
 
-def skyrl() -> list[list[float]]:
-    output = trainer_formats.skyrl_output(GROUP)
+def skyrl(group: Sequence[EpisodeSegments | None] = GROUP, **options: Any) -> Rows:
+    names = [{"instance_id": "i", "repetition_id": n} for n in range(len(group))]
+    output = trainer_formats.skyrl_output(group, names=names, **options)
     given = {"torch": torch, "np": np, "defaultdict": defaultdict, "logger": logging.getLogger()}
     estimator = taken(
         "skyrl/backends/skyrl_train/utils/ppo_utils.py",
@@ -184,7 +205,16 @@ def skyrl() -> list[list[float]]:
     }
     trainer = SimpleNamespace(cfg=config, all_metrics={})
     advantages = real.compute_advantages_and_returns(trainer, data)["advantages"]
-    return _by_rollout(advantages[:, 0].tolist(), [1, 3, 1])
+    members = [one["repetition_id"] for one in output["trajectory_ids"]]
+    sizes = [members.count(member) for member in dict.fromkeys(members)]
+    return _by_rollout(advantages[:, 0].tolist(), output["loss_masks"], sizes)
+
+
+def skyrl_dropping() -> Rows:
+    from perdure.integrations.skyrl import _whole_groups
+
+    names = [SimpleNamespace(instance_id="i") for _ in SHORT]
+    return skyrl(_whole_groups({"trajectory_ids": names}, SHORT))
 
 
 # --- verl ------------------------------------------------------------------------------------
@@ -205,9 +235,9 @@ class Proto:
         return Proto(batch, self.non_tensor_batch["uid"][rows])
 
 
-async def verl() -> list[list[float]]:
+async def verl(group: Sequence[EpisodeSegments] = GROUP) -> Rows:
     """Through the agent loop worker's own processing, then the trainer's."""
-    keys, fields = await _put_in_queue()
+    keys, fields = await _put_in_queue(group)
     data = Proto(
         {
             "token_level_rewards": _padded([field["rm_scores"].tolist() for field in fields]),
@@ -226,10 +256,15 @@ async def verl() -> list[list[float]]:
     name = "compute_advantage_for_multi_trajectories"
     real = taken("verl/trainer/ppo/v1/utils.py", name, given=space)
     done = getattr(real, name)(data, keys, "grpo", norm_adv_by_std_in_grpo=False)
-    return _by_rollout(done.batch["advantages"][:, 0].tolist(), [1, 3, 1])
+    masks = [field["response_mask"].tolist() for field in fields]
+    sessions = [key.rpartition("_")[0] for key in keys]
+    sizes = [sessions.count(session) for session in dict.fromkeys(sessions)]
+    return _by_rollout(done.batch["advantages"][:, 0].tolist(), masks, sizes)
 
 
-async def _put_in_queue() -> tuple[list[str], list[dict[str, Any]]]:
+async def _put_in_queue(
+    group: Sequence[EpisodeSegments],
+) -> tuple[list[str], list[dict[str, Any]]]:
     from typing import Optional
 
     from pydantic import BaseModel
@@ -259,7 +294,7 @@ async def _put_in_queue() -> tuple[list[str], list[dict[str, Any]]]:
         _compute_multi_modal_inputs=lambda *_: {},
         _compute_position_ids=lambda ids, *_: torch.zeros_like(ids),
     )
-    for n, one in enumerate(GROUP):
+    for n, one in enumerate(group):
         outputs = [types.AgentLoopOutput(**row) for row in trainer_formats.verl_outputs(one)]
         row = {"uid": "uid", "session_id": n, "global_steps": 0}
         await real._agent_loop_postprocess(worker, outputs, False, **row)
@@ -273,15 +308,15 @@ async def _nothing(*_: Any, **__: Any) -> None:
 # --- TRL -------------------------------------------------------------------------------------
 
 
-def trl() -> list[list[float]]:
+def trl(group: Sequence[EpisodeSegments | None] = GROUP) -> Rows:
     """The statements of `_generate_and_score_completions` from rewards to advantages."""
-    output = trainer_formats.trl_output(GROUP)
+    output = trainer_formats.trl_output(group)
     known = [float("nan") if one is None else one for one in output["perdure_reward"]]
     space = {
         "torch": torch,
         "nanstd": taken("trl/trainer/utils.py", "nanstd", given={"torch": torch}).nanstd,
         "rewards_per_func": torch.tensor(known).unsqueeze(1),
-        "num_generations": len(GROUP),
+        "num_generations": len(group),
         "device": "cpu",
         "self": SimpleNamespace(
             multi_objective_aggregation="sum_then_normalize",
@@ -301,43 +336,70 @@ def trl() -> list[list[float]]:
     last = next(n for n, text in enumerate(texts) if n > first and "nan_to_num" in text)
     exec("\n".join(texts[first : last + 1]), space)
     advantages: torch.Tensor = space["advantages"]
-    return [[value] for value in advantages.tolist()]
+    return _by_rollout(advantages.tolist(), output["env_mask"], [1] * len(group))
+
+
+def trl_dropping() -> Rows:
+    from perdure.integrations.trl import _whole_groups
+
+    return trl(_whole_groups([0] * len(SHORT), SHORT))
 
 
 # --- TorchTitan ------------------------------------------------------------------------------
 
 
-async def torchtitan() -> list[list[float]]:
-    """Through its rubric, estimator and sample builder: the advantage of each sample."""
+@dataclass
+class Told:
+    """The controller's sampling parameters."""
+
+    temperature: float = 1.0
+
+
+async def torchtitan(group: Sequence[EpisodeSegments] = GROUP, choice: str = "short") -> Rows:
+    """Through the hook, with TorchTitan's rubric and estimator, then its sample builder. Rollouts and
+    turns are given instead of played and read."""
     import absent
 
     absent.stand_in(absent.TORCHTITAN)
     from torchtitan.experiments.rl.components.training_sample_builder import (
         TrainingSampleBuilder,
     )
-    from torchtitan.experiments.rl.rollout import RolloutGroup
-    from torchtitan.experiments.rl.rollout.advantage import AdvantageEstimator
-    from torchtitan.experiments.rl.rubrics import Rubric
 
-    from perdure.integrations.torchtitan.rollouts import rollout_of
-    from perdure.integrations.torchtitan.rubric import Graded
+    from perdure.integrations.torchtitan import rollouter as hook
 
-    rollouts = [
-        rollout_of(one, recorded(end[1]), group_id=0, rollout_id=n)
-        for n, (one, end) in enumerate(zip(GROUP, ENDS, strict=True))
-        if trainer_formats.graded([one])
-    ]
-    rubric = Rubric.Config(reward_fns=[Graded.Config()]).build()
-    scored = await rubric.score_group(rollouts, None)
-    for made, score in zip(rollouts, scored, strict=True):
-        made.reward = score.reward
-    group = RolloutGroup(group_id=0, rollouts=rollouts)
-    for made, advantage in zip(rollouts, AdvantageEstimator.Config().build()(group), strict=True):
-        made.advantage = advantage
-    built = TrainingSampleBuilder.Config().build().build_from_group(rollout_group=group)
-    found: dict[int, list[float]] = {}
+    async def finished(request: RolloutRequest, **_: Any) -> EpisodeSegments:
+        return group[request.sample_index]
+
+    async def read_turns(episode: Episode) -> tuple[Turn, ...]:
+        return recorded(len(group[episode.sample_index].segments))
+
+    trainer_hooks.finished, hook.read_turns = finished, read_turns
+    more = json.dumps({"engine": "perdure", "without_verdict": choice})
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as rows:
+        rows.write(json.dumps({"instance": "d/i"}))
+        rows.flush()
+        config = hook.PerdureRollouter.Config(
+            run_id="r",
+            train_dataset=hook.Instances.Config(path=rows.name),
+            validation_dataset=hook.Instances.Config(path=rows.name, shuffle=False),
+            rollout=hook.RolloutFields(more=more),
+        )
+        rollouter = hook.PerdureRollouter(config)
+    try:
+        made = await rollouter.run_group_rollouts(
+            generate_fn=None,
+            sample={"instance": "d/i"},
+            group_id=0,
+            group_size=len(group),
+            sampling=Told(),
+        )
+    except NoResult:
+        return []
+    built = TrainingSampleBuilder.Config().build().build_from_group(rollout_group=made)
+    found: dict[int, list[tuple[float, int]]] = {}
     for sample in built.training_samples:
-        found.setdefault(sample.rollout_id.rollout_id, []).append(max(sample.advantage, key=abs))
+        told = max(sample.advantage, key=abs), int(sum(sample.loss_mask))
+        found.setdefault(sample.rollout_id.rollout_id, []).append(told)
     return list(found.values())
 
 
@@ -346,29 +408,58 @@ def _padded(rows: list[list[float]]) -> torch.Tensor:
     return torch.tensor([[float(v) for v in row] + [0.0] * (width - len(row)) for row in rows])
 
 
-def _by_rollout(values: list[float], sizes: list[int]) -> list[list[float]]:
-    cut_at = np.cumsum(sizes)[:-1]
-    return [part.tolist() for part in np.split(np.array(values), cut_at)]
+def _by_rollout(values: list[float], masks: list[list[int]], sizes: list[int]) -> Rows:
+    rows = iter([(value, int(sum(mask))) for value, mask in zip(values, masks, strict=True)])
+    return [[next(rows) for _ in range(size)] for size in sizes]
+
+
+def _advantages(rows: Rows) -> list[list[float]]:
+    return [[advantage for advantage, _ in own] for own in rows]
 
 
 def slimes() -> dict[str, Any]:
     return {
-        "slime": slime("full", hooks.rewards),
-        "slime, without the hook": slime("full"),
-        "slime, split": slime("split", group=[GROUP[1], GROUP[2], GROUP[0], GROUP[0]]),
+        "slime": _advantages(slime("full", hooks.rewards)),
+        "slime, without the hook": _advantages(slime("full")),
+        "slime, split": _advantages(slime("split", group=[GROUP[1], GROUP[2], GROUP[0], GROUP[0]])),
         "slime, reward None": slime_with_null(),
     }
 
 
+def choices() -> dict[str, dict[str, Rows]]:
+    """By trainer, then by `without_verdict`."""
+    slime_too = {}
+    if FOLDERS["slime"].exists():
+        slime_too["slime"] = {
+            "mask": slime("full", hooks.rewards, SHORT),
+            "replace": slime("full", hooks.rewards, REPLACED),
+        }
+    return slime_too | {
+        "skyrl": {
+            "short": skyrl(SHORT),
+            "mask": skyrl(SHORT, masks=True),
+            "replace": skyrl(REPLACED),
+            "drop": skyrl_dropping(),
+        },
+        "verl": {"short": asyncio.run(verl(SHORT)), "replace": asyncio.run(verl(REPLACED))},
+        "trl": {"mask": trl(SHORT), "replace": trl(REPLACED), "drop": trl_dropping()},
+        "torchtitan": {
+            "short": asyncio.run(torchtitan(SHORT)),
+            "replace": asyncio.run(torchtitan(REPLACED)),
+            "drop": asyncio.run(torchtitan(SHORT, "drop")),
+        },
+    }
+
+
+def rewards() -> dict[str, Any]:
+    return {
+        **(slimes() if FOLDERS["slime"].exists() else {}),
+        "skyrl": _advantages(skyrl()),
+        "verl": _advantages(asyncio.run(verl())),
+        "trl": _advantages(trl()),
+        "torchtitan": _advantages(asyncio.run(torchtitan())),
+    }
+
+
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            {
-                **(slimes() if FOLDERS["slime"].exists() else {}),
-                "skyrl": skyrl(),
-                "verl": asyncio.run(verl()),
-                "trl": trl(),
-                "torchtitan": asyncio.run(torchtitan()),
-            }
-        )
-    )
+    print(json.dumps(choices() if "choices" in sys.argv else rewards()))

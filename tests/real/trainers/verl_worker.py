@@ -89,7 +89,7 @@ class Replica:
             token_ids=choice["token_ids"],
             log_probs=[one["logprob"] for one in choice["logprobs"]["content"]],
             stop_reason="aborted" if aborts else "completed",
-            num_preempted=0,
+            num_preempted=int(is_turn),
             extra_fields=said,
         )
 
@@ -147,6 +147,8 @@ async def main(loops: str, client_class: str, url: str) -> dict:
         "scores": {key: float(field["rm_scores"].sum()) for key, field, _ in put},
         "trained": [_trained(field) for _, field, _ in put],
         "tags": [tag for _, _, tag in put],
+        "preempted": [field["metrics"]["num_preempted"] for _, field, _ in put],
+        "calls": sum(len(one.calls) for one in replicas),
         "updates": sum(one.global_steps - 5 for one in replicas),
         "servers": [
             len(names) for session, names in balancer.given.items() if "probe" not in session

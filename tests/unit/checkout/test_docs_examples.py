@@ -107,7 +107,7 @@ def test_a_trainer_is_told_of_perdure_in_five_lines() -> None:
     """What a user writes for each, other than the trainer's own; other tests run it as printed."""
     page = (ROOT / "docs/train.md").read_text()
     _, _, section = page.partition("## In a trainer's own loop\n")
-    told = re.split(r"^\*\*", section.partition("\n**Others**")[0], flags=re.MULTILINE)[1:]
+    told = re.split(r"^\*\*", section.partition("\n## ")[0], flags=re.MULTILINE)[1:]
     lines = {one.partition("**")[0]: len(_code(one)) for one in told}
 
     assert list(lines) == [

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from perdure.client.batch_collection import FinishedGroup, fresh
+from perdure.client.batch_collection import FinishedGroup, complete, fresh
 from perdure.client.instance_sampler import InstanceOrder
 from perdure.client.rollout_listing import RolloutInfo, summarize_rollouts
 from perdure.errors import ConfigurationError
@@ -43,6 +43,24 @@ def test_a_group_that_is_too_stale_is_refused() -> None:
 
     assert found == [True, False, False]
     assert not accept(group(6, 7))
+
+
+def test_a_group_with_a_missing_member_is_not_complete() -> None:
+    """One that failed, or a straggler that runs on. A withheld reward is one of a graded rollout."""
+    whole = group(*[1] * 8)
+    failed = whole.refs[0].model_copy(update={"status": RolloutStatus.FAILED, "reward": None})
+    withheld = whole.refs[0].model_copy(update={"reward": None, "withheld": "exposed"})
+    found = [
+        complete(FinishedGroup(REQUEST, refs))
+        for refs in (
+            whole.refs,
+            (withheld, *whole.refs[1:]),
+            (failed, *whole.refs[1:]),
+            whole.refs[1:],
+        )
+    ]
+
+    assert found == [True, True, False, False]
 
 
 # --- signal --------------------------------------------------------------------------------------

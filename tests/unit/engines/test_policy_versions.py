@@ -34,6 +34,14 @@ def test_without_max_staleness_any_version_is_accepted(labels: dict[str, str]) -
     assert Versions.of(labels).include(None)
 
 
+def test_finishing_counts_from_the_oldest_version_by_itself() -> None:
+    """A trainer's own engines have no version before they answer. Without `max_staleness`, nothing is too
+    old."""
+    RolloutRequest(run_id="r", instance="toy/add", max_staleness=1, too_stale="finish")
+    with pytest.raises(ConfigurationError, match="too_stale 'finish' needs max_staleness"):
+        RolloutRequest(run_id="r", instance="toy/add", too_stale="finish")
+
+
 def test_max_staleness_needs_a_policy_version() -> None:
     """It is refused by name, in a rollout and in the template of a run."""
     with pytest.raises(ConfigurationError, match="policy_version"):

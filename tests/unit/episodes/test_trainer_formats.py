@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,12 @@ class Run:
         taken: tuple[Turn, ...] = TWO_BRANCHES,
         sample_index: int = 0,
         instance: str = "click-1",
+        age: Mapping[str, Any] | None = None,
         **graded: Any,
     ) -> EpisodeSegments:
-        """`graded`: more fields of the grade."""
-        request = RolloutRequest(
-            run_id="r", instance=f"tests/{instance}", sample_index=sample_index
-        )
+        """`age`: more fields of the request; `graded`: of the grade."""
+        known = {"run_id": "r", "instance": f"tests/{instance}", "sample_index": sample_index}
+        request = RolloutRequest.model_validate({**known, **(age or {})})
         key = f"runs/r/rollouts/{instance}/{sample_index}/attempts/1/turns.parquet"
         await self.store.put(key, turns_parquet.encode(taken))
         outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
@@ -164,6 +164,56 @@ async def test_the_sampling_of_each_turn_reaches_every_export(
 
     for found in (facts(line), facts(texts)):
         assert (found["temperature"], found["sampling"]) == (0.7, SPANS)
+
+
+TOO_STALE = {"policy_version": 3, "max_staleness": 0, "too_stale": "finish"}
+
+
+@pytest.mark.parametrize(
+    ("format", "trained"),
+    [
+        ("slime", lambda row: [*row["loss_mask"], not row["remove_sample"]]),
+        ("skyrl", lambda row: [any(mask) for mask in row["loss_masks"]]),
+        ("verl", lambda row: row["response_mask"]),
+        ("episodes", lambda row: [*row["loss_mask"], row["trainable"]]),
+    ],
+)
+async def test_a_rollout_that_is_too_stale_is_masked_in_each_export(
+    run: Run, tmp_path: Path, format: Format, trained: Callable[[Any], Any]
+) -> None:
+    """Its reward stays, for its group's baseline."""
+    await run.add(1.0, age=TOO_STALE)
+    suffix = "parquet" if format == "episodes" else "jsonl"
+    report, rows = await run.export(format, tmp_path / f"out.{suffix}")
+
+    assert report.omitted == ()
+    assert [any(trained(row)) for row in rows] == [False] * len(rows)
+    assert "1.0" in str(rows[-1])
+
+
+@pytest.mark.parametrize("format", ["torchtitan", "sft-tokens"])
+async def test_formats_without_a_use_for_a_stale_rollout_leave_it_out(
+    run: Run, tmp_path: Path, format: Format
+) -> None:
+    """With the reason. The advantages of the others count it."""
+    await run.add(0.0)
+    await run.add(1.0, sample_index=1, age=TOO_STALE)
+    report, rows = await run.export(format, tmp_path / "out.jsonl")
+
+    assert len(rows) == 2
+    assert "too stale: sampled by policy versions 3 to 4" in str(report.omitted)
+    if format == "torchtitan":
+        assert {min(row["advantage"]) for row in rows} == {-0.5}
+
+
+async def test_a_stale_rollout_is_masked_however_it_is_cut(run: Run) -> None:
+    """Also if its segments are cut anew from its turns."""
+    episode = (await run.add(1.0, age=TOO_STALE)).episode
+    modes: tuple[SegmentMode, ...] = ("tree", "merge_turns")
+    for mode in modes:
+        found = await read_segments(run.store, episode, mode=mode)
+
+        assert not any(any(one.loss_mask) for one in found.segments)
 
 
 async def test_the_sampling_of_each_turn_reaches_trl(run: Run) -> None:

@@ -28,11 +28,17 @@ TWO_SEGMENTS = (turn(0, (11, 12), (23,)), turn(1, (90,), (24,)))
 
 
 def rollout(
-    sample_index: int, reward: float | None, turns: tuple[Turn, ...] = ONE_SEGMENT, row: str = "a"
+    sample_index: int,
+    reward: float | None,
+    turns: tuple[Turn, ...] = ONE_SEGMENT,
+    row: str = "a",
+    **fields: Any,
 ) -> EpisodeSegments:
     outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
     parts = EpisodeParts(
-        request=RolloutRequest(run_id="r", instance=f"d/{row}", sample_index=sample_index),
+        request=RolloutRequest(
+            run_id="r", instance=f"d/{row}", sample_index=sample_index, **fields
+        ),
         status=RolloutStatus.FAILED if reward is None else RolloutStatus.GRADED,
         grade=None if reward is None else Grade(outcome=outcome, rewards=Rewards(binary=reward)),
         started_at=0.0,
@@ -65,6 +71,44 @@ def test_each_segment_is_a_row() -> None:
     assert made.lengths.tolist() == [5, 3, 2]
     assert made.rewards.tolist() == [1, 0, 0]
     assert made.rollouts.tolist() == [0, 1, 1]
+
+
+def test_a_rollout_that_is_too_stale_counts_and_has_no_row() -> None:
+    """Versions 7 and 8 sampled it. Its reward is in the mean of the others."""
+    stale = rollout(2, 1.0, policy_version=7, max_staleness=0, too_stale="finish")
+    made = batch(rollout(0, 1.0), rollout(1, 0.0), stale, std_normalization=False)
+
+    assert made.rollouts.tolist() == [0, 1]
+    assert made.advantages.tolist() == [pytest.approx(1 / 3), pytest.approx(-2 / 3)]
+    assert made.episodes[2].too_stale.startswith("sampled by policy versions 7 to 8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_too_stale"),
+    [
+        ({"max_staleness": 1}, False),
+        ({"max_staleness": 0}, True),
+        ({"max_staleness": 1, "policy_version": 6}, True),
+        ({"max_staleness": 1, "policy_version": 7}, False),
+    ],
+)
+def test_age_counts_from_the_version_asked_for_or_from_the_oldest(
+    fields: dict[str, Any], is_too_stale: bool
+) -> None:
+    """Of a rollout that versions 7 and 8 sampled. The reward stays, and nothing is trained."""
+    episode = rollout(0, 1.0, too_stale="finish", **fields).episode
+
+    assert (bool(episode.too_stale), episode.trainable) == (is_too_stale, not is_too_stale)
+    assert (episode.reward, episode.trained_tokens) == (1.0, 0 if is_too_stale else 2)
+    assert episode.trajectory.untrained_tokens == ({"too_stale": 2} if is_too_stale else {})
+
+
+def test_unknown_versions_may_be_too_old() -> None:
+    """As in `fresh`: what has no version is not trained under a limit."""
+    unknown = ONE_SEGMENT[1].model_copy(update={"versions": ()})
+    found = rollout(0, 1.0, (ONE_SEGMENT[0], unknown), max_staleness=5, too_stale="finish")
+
+    assert "did not report" in found.episode.too_stale
 
 
 def test_dtypes_are_those_of_the_docstring() -> None:

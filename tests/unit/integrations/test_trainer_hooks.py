@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ from perdure.types import (
 from perdure.types.kept_tokens import KeptTokens
 from tests import docs_pages
 from tests.checkout_paths import ROOT
-from tests.stack.wait_until import until
+from tests.stack.wait_until import PATIENCE_S, until
 from tests.stored_episodes import store_episode
 from tests.unit.instances import test_multi_swe
 from tests.unit.instances.made_rows import r2e_row
@@ -116,6 +116,7 @@ async def episode(
         finished_at=1.0,
         attempts=[AttemptSummary(attempt=number) for number in range(1, attempts + 1)],
         turns=taken,
+        workflow_run_id=f"play-{request.round}",
         turns_key=key,
     )
     found = cut(taken)
@@ -129,6 +130,8 @@ class Stack:
         self.store = store
         self.ends: dict[int, tuple[float | None, int] | None] = {}
         """Reward and number of segments; None: it ends without an episode. Others run for ever."""
+        self.replaced: dict[int, tuple[float | None, int]] = {}
+        """How a later round of a sample ends, if not as its first one."""
         self.routed = 0
         """How many segments of each rollout have experts."""
         self.kept = 0
@@ -152,6 +155,8 @@ class Stack:
             if self.request.sample_index not in self.stack.ends:
                 await asyncio.Event().wait()
             end = self.stack.ends[self.request.sample_index]
+            if self.request.round:
+                end = self.stack.replaced.get(self.request.sample_index, end)
             if end is None:
                 raise NoResult("terminated")
             stack = self.stack
@@ -360,7 +365,7 @@ async def test_slimes_launcher_needs_no_file_of_ours(
     args = slime_args()
     args.perdure, args.prompt_data = None, "/path/to/swe_train.jsonl"
     made: dict[str, Any] = {"run_id": slime.RUN_ID, "engine": "perdure"}
-    options = slime._options(args)
+    options, _ = slime._options(args)
     args.perdure = {**options, **made}
     for index in range(2):
         await slime.generate(args, slime_sample(index), dict(SAMPLING))
@@ -370,12 +375,191 @@ async def test_slimes_launcher_needs_no_file_of_ours(
     assert {one.run_id for one in stack.requests} == {f"{slime.RUN_ID}-3"}
 
 
+# --- a member without a verdict ---------------------------------------------------------------
+
+
+def hook(trainer: str, **fields: Any) -> Any:
+    """What the trainer constructs or calls first, with these options."""
+    if trainer == "slime":
+        return slime._options(slime_args(fields))
+    if trainer == "skyrl":
+        return skyrl_generator(**fields)
+    if trainer == "skyrl, not step-wise":
+        return skyrl_generator(step_wise=False, **fields)
+    if trainer == "verl":
+        return verl_loop(engine="perdure", **fields)
+    assert trainer == "trl"
+    return trl.Rollouts(run_id="try", engine="perdure", **fields)
+
+
+def skyrl_generator(step_wise: bool = True, **fields: Any) -> Any:
+    config = SimpleNamespace(step_wise_trajectories=step_wise)
+    return skyrl.generator(config, run_id="try", engine="perdure", **fields)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "choice", "why"),
+    [
+        ("slime", "short", "reads a sample of each member. Use one of replace, drop, mask"),
+        ("slime", "drop", "--dynamic-sampling-filter-path perdure.integrations.slime.has_signal"),
+        ("skyrl, not step-wise", "short", "a row for each prompt"),
+        ("verl", "mask", "counts the reward of each row"),
+        ("verl", "drop", "only its asynchronous trainers"),
+        ("trl", "short", "one row for each prompt"),
+        ("trl", "zero", "Use one of replace, drop, mask"),
+    ],
+)
+def test_what_a_trainer_cannot_do_is_refused_at_its_start(
+    stack: Stack, trainer: str, choice: str, why: str
+) -> None:
+    """By name and with the reason, before anything is started."""
+    with pytest.raises(ConfigurationError, match=f"without_verdict is '{choice}'.*{why}"):
+        hook(trainer, without_verdict=choice)
+
+    assert stack.requests == []
+
+
+@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "trl"])
+@pytest.mark.parametrize("field", ["quorum", "deadline_s", "stragglers"])
+def test_a_trainer_decides_how_long_it_waits(stack: Stack, trainer: str, field: str) -> None:
+    """What only a group of Perdure's own has is refused by its name."""
+    with pytest.raises(ConfigurationError, match=f"{field} is a field of a GroupRequest"):
+        hook(trainer, **{field: 1})
+
+
+def test_slimes_partial_rollouts_are_refused(stack: Stack) -> None:
+    """slime would read a list as a sample, in the middle of its step."""
+    args = slime_args(partial_rollout=True)
+    with pytest.raises(ConfigurationError, match=r"--partial-rollout: .* one for each segment"):
+        slime._options(args)
+
+
+async def test_a_member_without_a_verdict_is_replaced(stack: Stack) -> None:
+    """By the next round of the same rollout, so there is one replacement whoever starts it."""
+    stack.ends[0], stack.replaced[0] = (None, 1), (1.0, 1)
+    made = await slime.generate(
+        slime_args({"without_verdict": "replace"}), slime_sample(0), dict(SAMPLING)
+    )
+
+    assert [(one.workflow_id, one.round) for one in stack.requests] == [
+        ("rollout/try-3/i/0", 0),
+        ("rollout/try-3/i/0", 1),
+    ]
+    assert [(s.reward, s.remove_sample) for s in made] == [(1.0, False)]
+
+
+async def test_a_restarted_trainer_joins_the_replacement(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for the first round again and gets the one that runs, the third. One is left."""
+    stack.ends[0] = (None, 1)
+    start = stack.start_rollout
+
+    async def joins(request: RolloutRequest) -> Stack.Handle:
+        handle = await start(request)
+        handle.request = request.model_copy(update={"round": max(2, request.round)})
+        return handle
+
+    monkeypatch.setattr(stack, "start_rollout", joins)
+    await trainer_hooks.finished(RolloutRequest(run_id="r", instance="d/i"), replaces=True)
+
+    assert [one.round for one in stack.requests] == [0, 3]
+
+
+async def test_replacements_end(stack: Stack) -> None:
+    """After three, the member is what it is by default."""
+    stack.ends[0] = (None, 1)
+    outputs = await verl_loop(engine="perdure", without_verdict="replace").run({}, instance="d/i")
+
+    assert ([one.round for one in stack.requests], outputs) == ([0, 1, 2, 3], [])
+
+
+async def test_a_trainer_that_has_given_up_replaces_nothing(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of slime that is aborted as its rollout fails buys no more tokens."""
+    monkeypatch.setattr(trainer_hooks, "POLL_S", PATIENCE_S)
+    stack.ends[0] = (None, 1)
+    given_up = iter([False])
+    request = RolloutRequest(run_id="r", instance="d/i")
+    await trainer_hooks.finished(request, lambda: next(given_up, True), replaces=True)
+
+    assert len(stack.requests) == 1
+
+
+async def test_a_failure_that_would_repeat_is_not_replaced(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every engine is too new for the next round too."""
+    stale = Failure(boundary=Boundary.ENGINE, type="PolicyTooStale", message="newer weights")
+    monkeypatch.setattr("tests.unit.integrations.test_trainer_hooks.LOST", stale)
+    stack.ends[0] = (None, 1)
+    await trainer_hooks.finished(RolloutRequest(run_id="r", instance="d/i"), replaces=True)
+
+    assert len(stack.requests) == 1
+
+
+async def test_slime_drops_a_group_with_a_missing_member(stack: Stack) -> None:
+    """Its filter says no, although the others differ; by default it keeps the group."""
+    group = await slime_group(stack, (1.0, 1), (0.0, 1), (None, 1))
+    args = slime_args({"without_verdict": "drop"}, dynamic_sampling_filter_path=slime.FILTER)
+
+    assert (slime.has_signal(args, group), slime.has_signal(slime_args(), group)) == (False, True)
+    assert slime.has_signal(args, group[:2])
+    group[2][0].metadata["withheld"] = "exposed: a twin passed"  # it has a verdict
+    assert slime.has_signal(args, group)
+
+
+@pytest.mark.parametrize(
+    ("choice", "rewards", "masks"),
+    [
+        ("short", [1.0, 0.0], [[1, 1], [1, 1]]),
+        ("mask", [1.0, 0.0, 0.5], [[1, 1], [1, 1], [0]]),
+        ("drop", [0.0, 0.0, 0.0], [[0], [0], [0]]),
+    ],
+)
+async def test_skyrl_gets_each_choice(
+    stack: Stack, choice: str, rewards: list[float], masks: list[list[int]]
+) -> None:
+    """A masked row has the mean of the others. A dropped group trains no token; it has rows only
+    because SkyRL needs some in each batch."""
+    stack.ends |= {0: (1.0, 1), 1: (0.0, 1), 2: (None, 1)}
+    output = await skyrl_generator(without_verdict=choice).generate(skyrl_batch(0, 1, 2))
+
+    assert [row[-1] for row in output["rewards"]] == rewards
+    assert output["loss_masks"] == masks
+
+
+async def test_verl_replaces_a_group_whose_loop_raises(stack: Stack) -> None:
+    """With its asynchronous trainers only."""
+    stack.ends[0] = (None, 1)
+    loop = verl_loop(engine="perdure", without_verdict="drop", mode="separate_async")
+    with pytest.raises(NoResult, match=r"rollout/.* has no verdict, so its group is dropped"):
+        await loop.run({}, instance="d/i")
+
+
+def test_trl_masks_the_group_of_a_missing_member(stack: Stack) -> None:
+    """No member has a reward then, so all advantages are 0. A process with a part of a group would not
+    know of the others."""
+    stack.ends |= {0: (1.0, 1), 1: (None, 1)}
+    rollouts = trl.Rollouts(run_id="try", engine="perdure", publish=False, without_verdict="drop")
+    trainer = trl_trainer()
+    trainer.num_generations = 2
+    output = rollouts(["d/i", "d/i"], trainer)
+    with pytest.raises(ConfigurationError, match="only a part of a group of 2"):
+        rollouts(["d/i"], trainer)
+
+    assert (output["perdure_reward"], output["env_mask"]) == ([None, None], [[0], [0]])
+
+
 # --- slime -----------------------------------------------------------------------------------
 
 
-def slime_args(**more: Any) -> Any:
+def slime_args(options: Mapping[str, Any] | None = None, /, **more: Any) -> Any:
+    """`options`: Perdure's."""
+    own = {"run_id": "try", "dataset": "set", "agent": "nop", "engine": "perdure"}
     given = {
-        "perdure": {"run_id": "try", "dataset": "set", "agent": "nop", "engine": "perdure"},
+        "perdure": {**own, **(options or {})},
         "rollout_top_p": 1.0,
         "rollout_max_context_len": 96_000,
         "eval_max_context_len": 32_000,
@@ -383,7 +567,7 @@ def slime_args(**more: Any) -> Any:
         "rewards_normalization": True,
         "grpo_std_normalization": False,
     }
-    return SimpleNamespace(**given, **more)
+    return SimpleNamespace(**{**given, **more})
 
 
 def slime_sample(index: int, group_index: int = 0) -> Any:
@@ -689,7 +873,8 @@ async def test_a_trainer_that_leaves_takes_its_rollout_along(stack: Stack) -> No
 
 
 def verl_loop(manager: Any = None, **options: Any) -> Any:
-    """`name`, `max_model_len`, `replays`: of verl's rollout configuration; others are the loop's."""
+    """`name`, `max_model_len`, `replays`: of verl's rollout configuration; `mode`: its trainer's; others
+    are the loop's."""
     from perdure.integrations.verl_agent_loop import PerdureAgentLoop
 
     rollout = SimpleNamespace(
@@ -698,7 +883,9 @@ def verl_loop(manager: Any = None, **options: Any) -> Any:
         enable_rollout_routing_replay=options.pop("replays", False),
     )
     actor = SimpleNamespace(rollout=rollout, model=SimpleNamespace(path="/models/qwen"))
-    config = SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=actor))
+    v1 = SimpleNamespace(trainer_mode=options.pop("mode", "sync"))
+    config = SimpleNamespace(actor_rollout_ref=actor, trainer=SimpleNamespace(v1=v1))
+    config = SimpleNamespace(config=config)
     options = {"trainer_config": config, "server_manager": manager, "run_id": "try", **options}
     return PerdureAgentLoop(**options)
 
@@ -741,7 +928,7 @@ class ServerManager:
             "log_probs": [-0.5, -0.25],
             "stop_reason": "completed",
         }
-        told["routed_experts"] = None
+        told |= {"routed_experts": None, "num_preempted": None}
         self.output = SimpleNamespace(**{"extra_fields": {}, **told, **output})
 
     async def generate(self, request_id: str, **asked: Any) -> Any:
@@ -753,9 +940,9 @@ class ServerManager:
     ("output", "sampling", "sampled"),
     [
         (
-            {"extra_fields": {"global_steps": 4}, "routed_experts": EXPERTS},
+            {"extra_fields": {"global_steps": 4}, "routed_experts": EXPERTS, "num_preempted": 2},
             {"max_tokens": 9, "stop_token_ids": [6]},
-            Sampled([5, 6], [-0.5, -0.25], FinishReason.STOP, 4, 4, EXPERTS),
+            Sampled([5, 6], [-0.5, -0.25], FinishReason.STOP, 4, 4, EXPERTS, preemptions=2),
         ),
         (
             {"extra_fields": {"global_steps": 5, "min_global_steps": 3, "max_global_steps": 5}},

@@ -195,6 +195,8 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     withheld = (episode.get("grade") or {}).get("withheld", "")
     why = f", withheld: {withheld}" if withheld and outcome else ""
     lines.append(("reward", "none" + why if reward is None else f"{reward:g}"))
+    if too_stale := episode.get("too_stale"):
+        lines.append(("untrained", f"too stale: {too_stale}"))
     if adopted := episode.get("adopted"):
         verdict = adopted["reward"]
         gave = "" if verdict is None else f": {adopted['score']} {verdict:g}"

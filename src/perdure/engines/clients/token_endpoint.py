@@ -29,6 +29,8 @@ from perdure.engines.clients.vllm_control import version_number
 from perdure.engines.engine_state import root_of
 from perdure.types import ExpertRows, FinishReason, VersionSpan
 
+PREEMPTIONS = "num_preempted"
+"""A field of a choice that vLLM does not have: a trainer's generate function adds it."""
 TOKENS_AN_EVENT = 32
 """How many tokens an engine should send together. It sends the first token and the end at once. If the
 engine dies, at most 31 tokens are lost."""

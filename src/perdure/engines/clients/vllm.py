@@ -14,6 +14,7 @@ from typing import Any
 
 from perdure.engines.clients.sampled_tokens import ImpossibleTokens
 from perdure.engines.clients.token_endpoint import (
+    PREEMPTIONS,
     TOKENS_AN_EVENT,
     BreakKind,
     EngineRequest,
@@ -79,6 +80,7 @@ class VllmEngine(TokenServer):
         salvage.report(version_spans(spans, salvage.part))
         if choice.get("finish_reason") is None:
             return None
+        salvage.add_preemptions(choice.get(PREEMPTIONS))
         if choice.get("routed_experts"):
             salvage.add_experts(
                 experts_of_npy(choice["routed_experts"]), ask.count_rows(salvage.part)

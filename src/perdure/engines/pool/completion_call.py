@@ -8,7 +8,6 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from perdure.engines.base import Completion
@@ -54,6 +53,8 @@ class GenerateCall:
     """The first position of the prompt whose experts are not recorded yet."""
     avoid: set[str] = field(default_factory=set)
     moves: int = 0
+    versions: Versions = field(init=False)
+    """The versions that may sample it."""
     gained: int = 0
     """How many tokens of the last engine were kept."""
     waited_s: float = 0.0
@@ -62,6 +63,7 @@ class GenerateCall:
     _pause: float = FIRST_PAUSE_S
 
     def __post_init__(self) -> None:
+        self.versions = Versions.of(self.labels)
         self.salvage.prompt_rows = max(0, len(self.prompt_ids) - 1 - self.routed_from)
 
     @property
@@ -77,10 +79,6 @@ class GenerateCall:
         """The holder of the call's lease. A session holds one lease for each model that it
         calls."""
         return holder(self.session_id, self.model)
-
-    @cached_property
-    def versions(self) -> Versions:
-        return Versions.of(self.labels)
 
     @property
     def length(self) -> int:
@@ -168,6 +166,7 @@ class GenerateCall:
                 None if experts is None else RoutedExperts.of(experts, self.routed_from)
             ),
             kept_tokens=None if (kept := salvage.kept) is None else KeptTokens.of(kept),
+            preemptions=salvage.preemptions,
         )
 
 

@@ -25,6 +25,7 @@ from perdure.engines.model_choice import engines_of
 from perdure.engines.pool.completion_call import MOST_MOVES, GenerateCall
 from perdure.engines.pool.engine_fleet import Fleet, PoolOptions
 from perdure.engines.pool.fair_queue import FairQueue
+from perdure.engines.pool.policy_versions import Versions
 from perdure.engines.pool.pooled_engine import PooledEngine, RunningCall
 from perdure.engines.pool.session_routing import EngineStart, Leases
 from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
@@ -234,22 +235,28 @@ class EnginePool:
 
     def _usable(self, call: GenerateCall) -> list[PooledEngine]:
         """The engines that are ready and whose policy version the call accepts."""
+        if call.versions.may_finish and self._is_too_stale(call):
+            call.versions = Versions()
         return [
             one
             for one in self._engines_of(call)
             if one.record.serves and call.versions.include(one.record.version)
         ]
 
+    def _is_too_stale(self, call: GenerateCall) -> bool:
+        """Whether every engine serves a policy version that is too new for the call, now and after any
+        update."""
+        leaving = (EngineState.DRAINING, EngineState.DEAD)
+        serving = [one for one in self._engines_of(call) if one.record.state not in leaving]
+        return bool(serving) and not any(call.versions.allow(one.record.version) for one in serving)
+
     def _refused(self, call: GenerateCall) -> Refused | CallsRefused | None:
         """Why waiting cannot help; None if it can. Either every engine serves a policy version that is too
         new, or every engine has refused the settings' model or key since it was added."""
-        leaving = (EngineState.DRAINING, EngineState.DEAD)
-        engines = self._engines_of(call)
-        serving = [one for one in engines if one.record.state not in leaving]
-        if serving and not any(call.versions.allow(one.record.version) for one in serving):
+        if self._is_too_stale(call):
             told = f"this group accepts only {call.versions}, and every engine serves newer weights"
             return Refused(410, TOO_STALE, told)
-        present = [one for one in engines if not one.record.removed]
+        present = [one for one in self._engines_of(call) if not one.record.removed]
         if not present or not all(one.has_never_served for one in present):
             return None
         hint = ". Check PERDURE_ENGINE__URL, PERDURE_ENGINE__MODEL and the engine's key"

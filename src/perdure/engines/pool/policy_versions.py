@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from perdure.engines.engine_state import EngineRecord
 
-POLICY_VERSION, MAX_STALENESS = "policy_version", "max_staleness"
+POLICY_VERSION, MAX_STALENESS, TOO_STALE = "policy_version", "max_staleness", "too_stale"
+OF_POLICY = (POLICY_VERSION, MAX_STALENESS, TOO_STALE)
+FINISH = "finish"
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,16 @@ class Versions:
 
     first: int | None = None
     last: int | None = None
+    may_finish: bool = False
+    """Once every engine is newer, any of them may continue (`too_stale: finish`)."""
 
     @classmethod
     def of(cls, labels: Mapping[str, str]) -> "Versions":
         version, allowed = labels.get(POLICY_VERSION), labels.get(MAX_STALENESS)
         if not version or not allowed:
             return cls()
-        return cls(int(version), int(version) + int(allowed))
+        may_finish = labels.get(TOO_STALE) == FINISH
+        return cls(int(version), int(version) + int(allowed), may_finish)
 
     def include(self, version: int | None) -> bool:
         """Whether an engine with this version may sample. If there are limits, an engine whose version is

@@ -53,6 +53,8 @@ class Salvage:
     _coming: int | None = None
     told: int | None = None
     """The version that the current engine reported for its newest token."""
+    preemptions: int | None = None
+    """How often the engines preempted the call; None if none of them told."""
     prompt_rows: int = 0
     """How many positions of the prompt, without its last token, have no recorded experts yet."""
     _experts: ExpertRows | None = None
@@ -107,6 +109,10 @@ class Salvage:
             self.told = span.version
             at = slice(self._begun + span.start, self._begun + span.end)
             self._versions[at] = [span.version] * (span.end - span.start)
+
+    def add_preemptions(self, count: int | None) -> None:
+        if count is not None:
+            self.preemptions = (self.preemptions or 0) + count
 
     def add_experts(self, rows: ExpertRows, expected: int) -> None:
         """Add the experts that the current engine returned, starting at the first position without

@@ -105,6 +105,8 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
     for name in ("waiting_seconds", "mark", "routed_experts", "kept_tokens"):
         if not fields[name]:
             del fields[name]
+    if fields["preemptions"] is None:
+        del fields["preemptions"]
     return fields | tools | {"messages": record.messages, "answer": answer}
 
 

@@ -17,7 +17,7 @@ from perdure import tracing
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, HostedEngine, TokenEngine
 from perdure.engines.pool.completion_call import GenerateCall
-from perdure.engines.pool.policy_versions import MAX_STALENESS, POLICY_VERSION
+from perdure.engines.pool.policy_versions import OF_POLICY
 from perdure.gateway.gateway_metrics import Metrics
 from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.rendering import late_system_message
@@ -82,9 +82,7 @@ class PendingTurn:
         labels, main = self.session.spec.labels, self.session.models.main
         if self.model.name == main.name:
             return labels
-        return {
-            name: labels[name] for name in labels if name not in (POLICY_VERSION, MAX_STALENESS)
-        }
+        return {name: labels[name] for name in labels if name not in OF_POLICY}
 
 
 class TurnMaker:
@@ -349,6 +347,7 @@ def _record(
         placeholder=read.placeholder,
         routed_experts=completion.routed_experts,
         kept_tokens=completion.kept_tokens,
+        preemptions=completion.preemptions,
     )
 
 

@@ -71,6 +71,11 @@ class RolloutFields:
 
 
 FIELDS = ("agent", "sandbox", "agent_budget_s", "max_attempts")
+REFUSED = {"mask": "a rollout of its groups has no mask"}
+
+
+def _is_too_stale(found: EpisodeSegments | None) -> bool:
+    return found is not None and bool(found.episode.too_stale)
 
 
 class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no types
@@ -105,8 +110,11 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         dataset = config.dataset or (dataset_name(rows) if rows else None)
         run_id = config.run_id or trainer_hooks.new_run_id("torchtitan")
         own = {"run_id": run_id, "dataset": dataset, "engine_host": config.engine_host}
+        fields, self._without_verdict = trainer_hooks.split_without_verdict(
+            {**config.rollout.to_request(), **own}, "TorchTitan", "short", REFUSED
+        )
         self._fields, self._engine = trainer_engine.engine_of_run(
-            {**config.rollout.to_request(), **own}, ACCEPTED, port=config.engine_port
+            fields, ACCEPTED, port=config.engine_port
         )
         self._generator = Generator()
         self._started = time.strftime("%y%m%d%H%M%S")
@@ -124,23 +132,41 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         sampling: Any,
         renderer: object = None,
     ) -> RolloutGroup:
-        """The group's graded rollouts, scored. Failed rollouts are left out.
+        """The group's graded rollouts, scored. Failed rollouts are left out, and after scoring those
+        that are too stale.
 
-        Raises: NoResult if no rollout was graded (the controller counts a failed group),
-        ConfigurationError.
+        Raises: NoResult if no rollout was graded, or, with `without_verdict: drop`, if one was not (the
+        controller counts a failed group); ConfigurationError.
         """
         requests = self._requests(sample, group_id, group_size, sampling)
         if self._engine is not None:
             await self._engine.use(partial(self._generator.sample, generate_fn, sampling))
-        found = await asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
+        replaces = self._without_verdict == "replace"
+        found = await asyncio.gather(
+            *(trainer_hooks.finished(request, replaces=replaces) for request in requests)
+        )
+        missing = sum(map(trainer_hooks.lacks_verdict, found))
+        if missing and self._without_verdict == "drop":
+            raise NoResult(
+                f"{missing} of {group_size} rollouts of {requests[0].run_id} have no verdict, so "
+                "their group is dropped"
+            )
         rollouts = await self._rollouts(found, group_id)
         if not rollouts:
             raise NoResult(f"none of {group_size} rollouts of {requests[0].run_id} was graded")
-        rollouts[0].turns[0].metrics += [
+        group = await self._scored(RolloutGroup(group_id=group_id, rollouts=rollouts), sample)
+        group.rollouts = [
+            rollout for rollout in rollouts if not _is_too_stale(found[rollout.rollout_id])
+        ]
+        if not group.rollouts:
+            raise NoResult(f"all graded rollouts of {requests[0].run_id} are too stale to train")
+        count = len(group.rollouts)
+        group.rollouts[0].turns[0].metrics += [
             m.Metric("perdure/left_out", m.Mean((group_size - len(rollouts)) / group_size)),
+            m.Metric("perdure/too_stale", m.Mean((len(rollouts) - count) / group_size)),
             *self._generator.take_metrics(),
         ]
-        return await self._scored(RolloutGroup(group_id=group_id, rollouts=rollouts), sample)
+        return group
 
     async def close(self) -> None:
         """Stop serving the generator. Without this call it ends with the controller's process."""

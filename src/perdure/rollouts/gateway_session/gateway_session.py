@@ -208,5 +208,5 @@ def _versions(request: RolloutRequest) -> dict[str, str]:
     """Labels with the policy versions that may sample this rollout; empty if any version may."""
     if request.policy_version is None or request.max_staleness is None:
         return {}
-    version, staleness = str(request.policy_version), str(request.max_staleness)
-    return {"policy_version": version, "max_staleness": staleness}
+    names = ("policy_version", "max_staleness", "too_stale")
+    return {name: str(getattr(request, name)) for name in names}
