@@ -174,8 +174,8 @@ async def serving(
         try:
             yield server, url
         finally:
-            for record in server.sandboxes.all():
-                await server.guests.kill(record["id"])
+            for info in await server.guests.list({}):
+                await server.guests.kill(info.identity)
 
 
 def _let_contexts_go_by_http(patch: pytest.MonkeyPatch) -> None:

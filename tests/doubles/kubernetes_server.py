@@ -4,8 +4,9 @@
     export KUBECONFIG=DIR/kubeconfig
 
 Kill it and start it again on the same DIR: it keeps its state, and its pods live on. Post faults
-to `/__control/rules` (see `fault_rules.Rule`). Not played: images, logs, port forwarding, SPDY, network
-policies, and objects other than pods.
+to `/__control/rules` (see `fault_rules.Rule`). Init containers run as `kubernetes_sidecars` says. Not
+played: images, logs of other containers, port forwarding, SPDY, network policies, and objects other
+than pods.
 """
 
 import asyncio
@@ -23,12 +24,20 @@ from uuid import uuid4
 from aiohttp import WSMsgType, web
 
 from perdure.errors import NotFound, SandboxLost
-from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Network, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Mount, Network, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
 from tests.doubles.fault_rules import Faults, Rule, met_rule
+from tests.doubles.kubernetes_sidecars import (
+    NETWORK_OF,
+    InitContainers,
+    argv_of,
+    invalid_field,
+    status_of,
+    variables,
+)
 from tests.doubles.service_double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 
 NAMESPACE = "/api/v1/namespaces/{ns}"
@@ -63,7 +72,11 @@ class Containers(Guests):
     def command(self, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
         argv = super().command(spec, box)
         at = argv.index("--chdir")  # the launcher takes what has a read-only /dev for sealed
-        return [*argv[:at], "--remount-ro", "/dev", *argv[at:]]
+        argv = [*argv[:at], "--remount-ro", "/dev", *argv[at:]]
+        if (pid := spec.labels.get(NETWORK_OF)) is None:
+            return argv
+        argv.remove("--unshare-net")
+        return ["/usr/bin/nsenter", f"--net=/proc/{pid}/ns/net", "--", *argv]
 
 
 class KubernetesServer(Double):
@@ -75,7 +88,7 @@ class KubernetesServer(Double):
         self.faults = Faults(state / "rules.json", self._about, _caller)
         self.settings = {
             "max_pods": None, "boot_s": 0.0, "delete_s": 0.0, "list_lag_s": 0.0,
-            "clock_offset_s": 0.0, "open_network": 0.0,
+            "clock_offset_s": 0.0, "open_network": 0.0, "minor_version": 33.0,
         }  # fmt: skip
         self._working: dict[str, asyncio.Task[None]] = {}
         self._place = ("127.0.0.1", 0)
@@ -95,6 +108,7 @@ class KubernetesServer(Double):
             web.delete(POD, self._delete),
             web.get(f"{POD}/exec", self._exec),
             web.post(f"{POD}/exec", self._exec),
+            web.get(f"{POD}/log", self._log),
             web.route("*", "/{rest:.*}", self._unknown),
         ]
 
@@ -156,6 +170,11 @@ class KubernetesServer(Double):
         name = pod["metadata"].get("name", "")
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
             raise _refusal(422, "Invalid", f'Pod "{name}" is invalid: metadata.name')
+        if field := invalid_field(pod["spec"]):
+            raise _refusal(422, "Invalid", f'Pod "{name}" is invalid: {field}')
+        if (self.settings["minor_version"] or 0) < 28:  # it drops fields that it does not know
+            for one in pod["spec"].get("initContainers") or ():
+                one.pop("restartPolicy", None)
         self._check_quota(namespace, name)  # admission comes before the name is checked
         if self.sandboxes.read(_key(namespace, name)) is not None:
             raise _refusal(409, "AlreadyExists", f'pods "{name}" already exists')
@@ -163,6 +182,8 @@ class KubernetesServer(Double):
         uid = str(uuid4())
         pod["metadata"] |= {"namespace": namespace, "uid": uid, "creationTimestamp": _stamp(now)}
         pod |= {"apiVersion": "v1", "kind": "Pod", "status": {"phase": "Pending"}}
+        if first := pod["spec"].get("initContainers"):
+            pod["status"]["initContainerStatuses"] = [status_of(one) for one in first]
         record = {
             "id": uid,
             "key": _key(namespace, name),
@@ -203,30 +224,65 @@ class KubernetesServer(Double):
                     return
                 await asyncio.sleep(0.02)
         await asyncio.sleep(self.settings["boot_s"] or 0)
-        await self._start(record)
+        is_up = await self._start(record)
         started = {"startedAt": _stamp(time.time())}
-        if self._is_current(record):
+        if not self._is_current(record):
+            await self._kill(record)  # deleted meanwhile
+        elif is_up:
             self._status(key, phase="Running", state={"running": started})
         else:
-            await self.guests.kill(record["id"])  # deleted meanwhile
+            await self._fall(key, "Failed")
 
-    async def _start(self, record: Mapping[str, Any]) -> None:
-        spec = record["pod"]["spec"]
+    async def _start(self, record: Mapping[str, Any]) -> bool:
+        """False if an init container failed."""
+        spec, first = record["pod"]["spec"], self._first(record)
         (container,) = spec["containers"]
-        box = await self.guests.create(self._box(spec, container), record["id"])
+        mounts = first.mounts(spec, container)
+        box = await self.guests.create(self._box(spec, container, mounts), record["id"])
+        assert isinstance(box, NamespaceSandbox)
+        if not await first.start(spec, box):
+            return False
         folders = [mount["mountPath"] for mount in container.get("volumeMounts") or ()]
         await box.exec(["mkdir", "-p", "/", *folders])
-        argv = [*(container.get("command") or ["sleep", "infinity"]), *container.get("args", [])]
-        await box.start(MAIN, Exec(argv, cwd=container.get("workingDir") or "/"))
+        await box.start(MAIN, Exec(argv_of(container), cwd=container.get("workingDir") or "/"))
+        return True
 
-    def _box(self, spec: Mapping[str, Any], container: Mapping[str, Any]) -> SandboxSpec:
+    def _first(self, record: Mapping[str, Any]) -> InitContainers:
+        def note(name: str, fields: dict[str, Any]) -> None:
+            now = self.sandboxes.read(record["key"])
+            if now is not None and now["id"] == record["id"]:
+                for one in now["pod"]["status"]["initContainerStatuses"]:
+                    if one["name"] == name:
+                        one.update(fields)
+                self._save(now)
+
+        folder = self.state / "pods" / record["id"]
+        return InitContainers(self.guests, folder, record["id"], note)
+
+    async def _kill(self, record: Mapping[str, Any]) -> None:
+        """End its containers, and the boot that may be making more of them."""
+        booting = self._working.get(record["key"])
+        if booting is not None and booting is not asyncio.current_task():
+            if self._is_current(record):
+                booting.cancel()
+            await asyncio.gather(booting, return_exceptions=True)
+        await self.guests.kill(record["id"])
+        if record["pod"]["spec"].get("initContainers"):
+            await self._first(record).remove()
+
+    def _box(
+        self, spec: Mapping[str, Any], container: Mapping[str, Any], mounts: tuple[Mount, ...]
+    ) -> SandboxSpec:
         host, port = self._place if self.settings["open_network"] else ("10.96.0.1", 443)
-        env = {variable["name"]: variable["value"] for variable in container.get("env") or ()}
-        env |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
+        env = variables(container) | {
+            "KUBERNETES_SERVICE_HOST": host,
+            "KUBERNETES_SERVICE_PORT": str(port),
+        }
         bounds = (container.get("resources") or {}).get("limits") or {}
         return SandboxSpec(
             workdir="/home/agent",
             env=env,
+            mounts=mounts,
             limits=_limits(bounds),
             network=Network.HOST if self.settings["open_network"] else Network.NONE,
             ttl_s=spec.get("activeDeadlineSeconds") or 30 * 86400,
@@ -306,7 +362,7 @@ class KubernetesServer(Double):
             await self._end(record)
             return web.json_response(self._shown(record))
         if not record["silent"]:
-            await self.guests.kill(record["id"])
+            await self._kill(record)
             if self.settings["delete_s"]:
                 self._working[f"end {record['id']}"] = asyncio.create_task(self._end_later(record))
             else:
@@ -319,7 +375,7 @@ class KubernetesServer(Double):
 
     async def _end(self, record: Mapping[str, Any]) -> None:
         """Remove the pod. If this is interrupted, the pod is still known and the next call removes it."""
-        await self.guests.kill(record["id"])
+        await self._kill(record)
         if self._is_current(record):
             self.sandboxes.remove(record["key"])
 
@@ -332,8 +388,10 @@ class KubernetesServer(Double):
         """Note containers whose command has ended, and go on making the pods that were being made."""
         for record in self.sandboxes.all():
             status = record["pod"]["status"]
+            is_going = "deletionTimestamp" in record["pod"]["metadata"]
             if status["phase"] == "Pending" and record["key"] not in self._working:
-                self._boot_later(record["key"])  # an earlier server was killed as it booted
+                if not is_going:
+                    self._boot_later(record["key"])  # an earlier server was killed as it booted
             elif status["phase"] == "Running" and not record["silent"]:
                 await self._look_after(record)
 
@@ -345,6 +403,11 @@ class KubernetesServer(Double):
         with contextlib.suppress(NotFound, SandboxLost):
             ended = ExecStatus(ExecState.LOST) if box is None else await box.poll(MAIN)
         if ended is not None and not ended.done:
+            spec, status = record["pod"]["spec"], record["pod"]["status"]
+            is_going = "deletionTimestamp" in record["pod"]["metadata"]
+            if box is not None and spec.get("initContainers") and not is_going:
+                statuses = status["initContainerStatuses"]
+                await self._first(record).look_after(spec, statuses, box)
             return
         code = ended.code if ended is not None and ended.code is not None else 137
         ended_as = {"exitCode": code, "reason": "Completed" if code == 0 else "Error"}
@@ -355,7 +418,7 @@ class KubernetesServer(Double):
         """End its processes. Its object stays until it is deleted."""
         record = self._status(key, phase=phase, **fields)
         if record is not None:
-            await self.guests.kill(record["id"])
+            await self.guests.kill(record["id"])  # the logs of the other containers stay
 
     async def _break(self, record: dict[str, Any], how: str) -> None:
         """Remove a running pod as a cluster may: eviction, memory, preemption, a lost node."""
@@ -414,6 +477,18 @@ class KubernetesServer(Double):
         return pod
 
     # -- commands ---------------------------------------------------------------------------------
+
+    async def _log(self, request: web.Request) -> web.StreamResponse:
+        record, name = self._known(request), request.query.get("container", "")
+        statuses = record["pod"]["status"].get("initContainerStatuses") or ()
+        counts = {one["name"]: one["restartCount"] for one in statuses}
+        restarts = counts.get(name, -1) - _is_true(request.query.get("previous", ""))
+        try:
+            text = await self._first(record).log(name, restarts)
+        except (NotFound, SandboxLost):
+            raise _refusal(400, "BadRequest", f"container {name} is not valid") from None
+        lines = text.decode("utf-8", "replace").splitlines(keepends=True)
+        return web.Response(text="".join(lines[-int(request.query.get("tailLines", 500)) :]))
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
         record, rule = self._known(request), met_rule.get()

@@ -30,7 +30,7 @@ from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.sandboxes.sidecar_boot import SidecarFailed
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
-from perdure.types import Grade, Healthcheck, Limits, RolloutRequest, Sidecar
+from perdure.types import Grade, Healthcheck, Limits, RolloutRequest, SharedFolder, Sidecar
 from tests.checkout_paths import ROOT
 from tests.images import debian
 from tests.images.podman_storage import Podman
@@ -143,6 +143,53 @@ async def test_sidecars_start_in_order(engine: Engine) -> None:
         found = await box.exec("redis-cli -h db get filled", check=True)
 
     assert found.stdout == b"yes\n"
+
+
+async def test_containers_share_folders(engine: Engine) -> None:
+    """A folder begins with the files of the first image that has some there, as a Docker volume does.
+    What one container writes, the others read. A kill removes it."""
+    first = SharedFolder(name="data", target="/etc/apt")
+    writer = DB.model_copy(
+        update={
+            "command": (
+                "sh",
+                "-c",
+                "echo made >/etc/apt/made; exec redis-server --protected-mode no --dir /tmp",
+            ),
+            "folders": (first, SharedFolder(name="more", target="/more")),
+        }
+    )
+    reader = Sidecar(
+        image=IMAGE,
+        command=("sh", "-c", "cp /data/made /more/copied; ! touch /data/refused"),
+        folders=(
+            SharedFolder(name="data", target="/data", read_only=True),
+            SharedFolder(name="more", target="/more"),
+        ),
+        depends_on={"db": "healthy"},
+        completes=True,
+    )
+    folders = (
+        SharedFolder(name="data", target="/in", read_only=True),
+        SharedFolder(name="more", target="/more"),
+    )
+    spec = replace(SPEC, sidecars={"db": writer, "reader": reader}, folders=folders)
+    async with await engine.provider.create(spec, "box") as box:
+        files = await box.exec(
+            "cat /in/made /more/copied; ls /in; df -m /more | tail -1", check=True
+        )
+        own = await box.exec("echo own >/more/own && cat /more/own", check=True)
+        refused = await box.exec("touch /in/refused")
+
+    said = files.stdout.decode().splitlines()
+    assert said[:2] == ["made", "made"]
+    assert "apt.conf.d" in said
+    assert (own.stdout, refused.status.ok) == (b"own\n", False)
+    assert engine.containers() == []
+    if engine.provider.name == "docker":
+        assert engine("volume", "ls", "--quiet") == ""
+    else:
+        assert said[-1].split()[1] == str(SPEC.limits.disk_mb)
 
 
 @pytest.mark.parametrize(

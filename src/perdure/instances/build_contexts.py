@@ -1,17 +1,23 @@
 """Build contexts: the folder of a Dockerfile, kept in the store as one archive under its digest."""
 
 import asyncio
+import json
+import shlex
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 from perdure.errors import InstanceError
 from perdure.instances import base_trees
-from perdure.sandboxes.image_builds import image_name_of
+from perdure.sandboxes.image_builds import DOCKERFILE, image_name_of
 from perdure.storage.base import Store, put_blob
-from perdure.types import Environment, Instance, Sidecar
+from perdure.types import Build, Environment, Instance, Sidecar
 
 Container = TypeVar("Container", Environment, Sidecar)
 
+FILES = ".perdure-files"
+"""Folder of a build context for the files of a sidecar."""
 MOST_MB = 256
 """Largest build context: each host that builds it reads it into memory."""
 
@@ -32,11 +38,49 @@ async def store_contexts(store: Store, instance: Instance) -> Instance:
 
 async def _store_context(store: Store, ref: str, environment: Environment) -> Environment:
     sidecars = {
-        name: await _with_stored_build(store, ref, one)
-        for name, one in environment.sidecars.items()
+        name: await _store_sidecar(store, ref, one) for name, one in environment.sidecars.items()
     }
     own = await _with_stored_build(store, ref, environment)
     return own.model_copy(update={"sidecars": sidecars})
+
+
+async def _store_sidecar(store: Store, ref: str, sidecar: Sidecar) -> Sidecar:
+    """Files of the task become part of the sidecar's image, so that it runs on any host."""
+    if not sidecar.files:
+        return await _with_stored_build(store, ref, sidecar)
+    with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
+        context = Path(folder) / "context"
+        try:
+            await asyncio.to_thread(_write_context, sidecar, context)
+        except (OSError, shutil.Error) as error:
+            raise InstanceError(f"{ref}: a sidecar's files cannot be read: {error}") from error
+        timeout_s = sidecar.build.timeout_s if sidecar.build else Build().timeout_s
+        build = Build(path=str(context), timeout_s=timeout_s)
+        made = sidecar.model_copy(update={"build": build, "files": {}})
+        return await _with_stored_build(store, ref, made)
+
+
+def _write_context(sidecar: Sidecar, context: Path) -> None:
+    """A build of the sidecar's image with its files. A folder replaces the image's, as a mount does."""
+    lines = [f"FROM {sidecar.image}"]
+    if sidecar.build is not None and sidecar.build.path is not None:
+        shutil.copytree(sidecar.build.path, context, symlinks=True)
+        lines = [(context / DOCKERFILE).read_text()]
+    (context / FILES).mkdir(parents=True)
+    with (context / ".dockerignore").open("a") as file:
+        file.write(f"\n!{FILES}\n")
+    for at, (target, source) in enumerate(sorted(sidecar.files.items())):
+        place = context / FILES / str(at)
+        if Path(source).is_dir():
+            shutil.copytree(source, place, symlinks=True)
+            lines += [
+                f"RUN rm -rf -- {shlex.quote(target)} || true",
+                f"COPY {json.dumps([f'{FILES}/{at}/', f'{target}/'])}",
+            ]
+        else:
+            shutil.copy(source, place)
+            lines.append(f"COPY {json.dumps([f'{FILES}/{at}', target])}")
+    (context / DOCKERFILE).write_text("\n".join([*lines, ""]))
 
 
 async def _with_stored_build(store: Store, ref: str, container: Container) -> Container:

@@ -40,7 +40,7 @@ from perdure.sandboxes.image_builds import ImageBuilder, LocalImageBuilder
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS, SANDBOX_LIMITS
 from perdure.sandboxes.spec_validation import check_sidecars
 from perdure.storage.base import Store
-from perdure.types import Instance, Limits, Sidecar, SourceKind
+from perdure.types import Instance, Limits, SharedFolder, Sidecar, SourceKind
 
 FORMAT = 1
 """Part of every key: increase it when the content of an environment changes."""
@@ -74,6 +74,7 @@ class Prepared:
     env: dict[str, str]
     base_commit: str | None
     sidecars: Mapping[str, Sidecar] = field(default_factory=dict)
+    folders: tuple[SharedFolder, ...] = ()
 
 
 class Environments:
@@ -168,7 +169,7 @@ class Environments:
         image = instance.environment.image or ""
         if self._runs_on.image_used_for(image) != image:
             return
-        builder = image_builder(instance, self._runs_on)
+        builder = image_builder(instance.ref, image, self._runs_on)
         image = builder.sized_image(image, sandbox_limits)
         environment = instance.environment.model_copy(update={"image": image})
         instance = instance.model_copy(update={"environment": environment})
@@ -337,7 +338,7 @@ def environment_key(instance: Instance) -> str:
     parts = [
         FORMAT,
         source.model_dump(mode="json"),
-        instance.environment.model_dump(mode="json", exclude={"sidecars"}),
+        instance.environment.model_dump(mode="json", exclude={"sidecars", "folders"}),
         str(find_python(instance.environment.python)),
     ]
     if instance.environment.install:
@@ -389,6 +390,7 @@ def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
         env={**variables, "PATH": path},
         base_commit=(ready / "base_commit").read_text(),
         sidecars=environment.sidecars,
+        folders=environment.folders,
     )
 
 
@@ -408,17 +410,26 @@ def check_image(instance: Instance, provider: SandboxProvider) -> None:
                 f"--sandbox {provider.name} cannot run: use --sandbox podman or docker, or give the row a `source`"
             )
         if environment.build is not None and provider.image_used_for(image) == image:
-            image_builder(instance, provider)
+            image_builder(_owner(instance, image), image, provider)
 
 
-def image_builder(instance: Instance, provider: SandboxProvider) -> ImageBuilder:
-    """Raises: ConfigurationError if the provider builds no images."""
+def _owner(instance: Instance, image: str) -> str:
+    """The instance, or the sidecar of it that has this image."""
+    for environment in instance.environments:
+        for name, sidecar in environment.sidecars.items():
+            if sidecar.image == image:
+                return f"the sidecar {name} of {instance.ref}"
+    return instance.ref
+
+
+def image_builder(who: str, image: str, provider: SandboxProvider) -> ImageBuilder:
+    """`who`: what has the Dockerfile. Raises: ConfigurationError if the provider builds no images."""
     if isinstance(provider, ImageBuilder):
         return provider
     raise ConfigurationError(
-        f"{instance.ref} has a Dockerfile, and --sandbox {provider.name} builds no images: use "
+        f"{who} has a Dockerfile, and --sandbox {provider.name} builds no images: use "
         "--sandbox podman, docker, modal, e2b or daytona, or build the image where it can get it and map "
-        f"{instance.environment.image!r} to its name in the file of PERDURE_SANDBOX__IMAGE_MAP"
+        f"{image!r} to its name in the file of PERDURE_SANDBOX__IMAGE_MAP"
     )
 
 
@@ -443,6 +454,7 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
         env=variables,
         base_commit=instance.base_commit,
         sidecars=environment.sidecars,
+        folders=environment.folders,
     )
 
 

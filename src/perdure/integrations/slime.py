@@ -175,7 +175,7 @@ async def _sample(args: Any, ask: Ask) -> Sampled:
         version_number(spans[0]["version"]),
         version_number(spans[-1]["version"]),
         experts_of_int32(experts, rows) if experts else None,
-        _kept_of(about),
+        kept=_kept_of(about),
     )
 
 

@@ -349,6 +349,7 @@ def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
         mounts=(*prepared.mounts, *tools, *pristine_git(prepared)),
         env=prepared.env,
         sidecars=prepared.sidecars,
+        folders=prepared.folders,
         limits=placement.limits,
         network=placement.network,
         gateway=services.settings.gateway_socket if by_socket else None,

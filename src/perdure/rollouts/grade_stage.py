@@ -356,6 +356,7 @@ async def grading_spec(
         mounts=prepared.mounts,
         env=prepared.env,
         sidecars=prepared.sidecars,
+        folders=prepared.folders,
         limits=plan.placement.limits,
         network=plan.placement.network,
         labels=labels,

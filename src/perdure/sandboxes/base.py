@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, RetryHere
-from perdure.types import AccountCaps, Limits, Sidecar
+from perdure.types import AccountCaps, Limits, SharedFolder, Sidecar
 
 
 class Network(StrEnum):
@@ -61,6 +61,8 @@ class SandboxSpec:
     sidecars: Mapping[str, Sidecar] = field(default_factory=dict)
     """Containers next to the sandbox, by name. They share its network, start before `create`
     returns and end with it. Commands can neither see nor signal their processes."""
+    folders: tuple[SharedFolder, ...] = ()
+    """Folders that the sandbox shares with sidecars."""
 
 
 @dataclass(frozen=True)
@@ -356,10 +358,9 @@ class SandboxProvider(ABC):
     """`create` waits for a while when the account is at its caps. False: it raises RateLimited at once,
     for callers that share a queue."""
 
-    @property
-    def no_sidecars(self) -> str:
-        """What to do because this provider cannot run sidecars; empty if it can."""
-        return "use --sandbox podman or docker"
+    def sidecars_refusal(self, sidecars: Mapping[str, Sidecar]) -> str:
+        """What to do because this provider cannot run these sidecars; empty if it can."""
+        return "use --sandbox podman, docker or kubernetes"
 
     @property
     def sees_host(self) -> bool:

@@ -56,7 +56,7 @@ def check_sidecars(
     provider: SandboxProvider, sidecars: Mapping[str, Sidecar], who: str = "the spec has"
 ) -> None:
     """`who`: the beginning of the message."""
-    if sidecars and (why := provider.no_sidecars):
+    if sidecars and (why := provider.sidecars_refusal(sidecars)):
         raise ConfigurationError(
             f"{who} the sidecars {', '.join(sorted(sidecars))}, which {provider.name} cannot run: "
             f"{why}"

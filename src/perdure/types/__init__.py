@@ -6,7 +6,7 @@ types from here.
 
 from perdure.types.api_limits import ApiLimits
 from perdure.types.base import Bytes, Frozen, Request
-from perdure.types.containers import Build, Healthcheck, Sidecar
+from perdure.types.containers import Build, Healthcheck, SharedFolder, Sidecar
 from perdure.types.identifier_patterns import INSTANCE_REF, SLUG, InstanceRef, Slug, slugify
 from perdure.types.instances import (
     CommittedTests,
@@ -161,6 +161,7 @@ __all__ = [
     "SamplingSpan",
     "Segment",
     "SegmentKind",
+    "SharedFolder",
     "Sidecar",
     "SimulatedUser",
     "Slug",

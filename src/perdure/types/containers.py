@@ -39,6 +39,16 @@ class Healthcheck(Frozen):
         return self.start_period_s + self.retries * (self.interval_s + self.timeout_s)
 
 
+class SharedFolder(Frozen):
+    """Where a container of a sandbox sees a folder that its other containers see too. The folder
+    begins empty and ends with the sandbox."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+    """Containers that name the same folder share it."""
+    target: Annotated[str, StringConstraints(pattern=r"^/[^:,]*[^:,/]$")]
+    read_only: bool = False
+
+
 class Sidecar(Frozen):
     """A container next to the sandbox's own. All share one network, in which its name and its
     aliases are 127.0.0.1."""
@@ -51,6 +61,10 @@ class Sidecar(Frozen):
     command: tuple[str, ...] | None = None
     """None: the image's, unless there is an `entrypoint`."""
     env: dict[str, str] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)
+    """Paths inside -> files or folders of the importing host. The import adds them to the image and
+    clears this."""
+    folders: tuple[SharedFolder, ...] = ()
     workdir: str | None = None
     user: str | None = None
     aliases: tuple[SidecarName, ...] = ()

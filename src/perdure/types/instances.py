@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, StringConstraints
 
 from perdure.types.base import Bytes, Frozen
-from perdure.types.containers import Build, Sidecars
+from perdure.types.containers import Build, SharedFolder, Sidecars
 from perdure.types.identifier_patterns import Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Phases
@@ -60,6 +60,8 @@ class Environment(Frozen):
     them before the agent or the tests start."""
     sidecars: Sidecars = Field(default_factory=dict)
     """Containers next to the sandbox's own, such as a database, by the name that reaches them."""
+    folders: tuple[SharedFolder, ...] = ()
+    """Folders that the sandbox's own container shares with sidecars."""
 
     @property
     def containers(self) -> "tuple[Environment, ...]":

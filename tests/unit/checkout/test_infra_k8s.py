@@ -11,6 +11,7 @@ from perdure.sandboxes.providers.kubernetes import kubernetes_client
 from perdure.sandboxes.providers.kubernetes import kubernetes_errors as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import pods as kubernetes_pods
 from perdure.settings.settings_tree import KubernetesSettings
+from perdure.types import SharedFolder, Sidecar
 from tests.checkout_paths import ROOT
 
 FILE = ROOT / kubernetes_failures.ROLE
@@ -20,8 +21,11 @@ OBJECTS: dict[str, dict[str, Any]] = {one["kind"]: one for one in reversed(ALL)}
 CALLS = {
     "pods": {"create", "read", "delete", "annotate", "listed"},
     "pods/exec": {"run"},
+    "pods/log": {"log"},
 }
-VERBS = {"read": {"get"}, "annotate": {"patch"}, "listed": {"list"}, "run": {"get", "create"}}
+VERBS = {
+    "read": {"get"}, "annotate": {"patch"}, "listed": {"list"}, "run": {"get", "create"}, "log": {"get"},
+}  # fmt: skip
 
 
 def test_every_call_of_the_provider_is_known_here() -> None:
@@ -115,19 +119,28 @@ def test_a_pod_with_an_open_network_reaches_the_internet_and_its_names() -> None
 
 
 def test_a_pod_passes_the_namespaces_security() -> None:
-    """What a sandbox asks for is within the baseline: its capabilities, no host, no privilege."""
+    """What a sandbox and its sidecars ask for is within the baseline: their capabilities, no host, no
+    privilege."""
     baseline = {
         "AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD",
         "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
     }  # fmt: skip
+    db = Sidecar(image="db", folders=(SharedFolder(name="data", target="/data"),))
     pod = kubernetes_pods.pod_of(
-        SandboxSpec("/testbed"), name="p", image="i", labels={}, annotations={}, cluster={}
+        SandboxSpec("/testbed", sidecars={"db": db}),
+        name="p",
+        image="i",
+        labels={},
+        annotations={},
+        cluster={},
+        sidecar_images={"db": "db"},
     )["spec"]
-    (container,) = pod["containers"]
-    security = container["securityContext"]
+    containers = [*pod["containers"], *pod["initContainers"]]
     kinds = {kind for volume in pod["volumes"] for kind in volume} - {"name"}
 
-    assert set(security["capabilities"]["add"]) <= baseline
-    assert security["allowPrivilegeEscalation"] is False
+    for security in (container["securityContext"] for container in containers):
+        assert set(security["capabilities"]["add"]) <= baseline
+        assert security["allowPrivilegeEscalation"] is False
+    assert len(containers) == 2
     assert kinds == {"emptyDir"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()

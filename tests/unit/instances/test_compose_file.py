@@ -1,17 +1,21 @@
 """A Harbor task's docker-compose.yaml becomes sidecars, or is refused with every reason."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
+from perdure import variant_registry
 from perdure.errors import ConfigurationError, InstanceError
-from perdure.instances import build_contexts
+from perdure.instances import base_trees, build_contexts
 from perdure.instances.environment_builder import check_image
 from perdure.instances.rows.row_conversion import to_instance
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
+from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.settings_tree import Settings
 from perdure.storage.local_store import LocalStore
-from perdure.types import Healthcheck, Instance, Sidecar
+from perdure.types import Healthcheck, Instance, SharedFolder, Sidecar
 from tests.unit.instances.made_rows import write_compose, write_harbor
 
 WHOLE = """
@@ -86,13 +90,79 @@ async def test_builds_of_services_reach_other_hosts(tmp_path: Path) -> None:
     assert migrate.image in {one.image for one in stored.environments}
 
 
+VOLUMES = """
+services:
+  main: {volumes: ["shared-data:/in:ro", "${HOST_VERIFIER_LOGS_PATH}:/logs/verifier"]}
+  db:
+    image: postgres:16
+    volumes:
+      - ./init.sql:/docker-entrypoint-initdb.d/init.sql:ro
+      - ${CONTEXT_DIR}/migrate:/migrate/
+      - ./absent:/absent
+      - pgdata:/var/lib/postgresql/data
+      - /cache
+      - {type: volume, source: shared-data, target: /out}
+volumes: {pgdata: , shared-data: {driver: local}}
+"""
+
+
+async def test_volumes_become_files_and_shared_folders(tmp_path: Path) -> None:
+    """Only what several containers mount is shared. Files of the task's folder become part of the
+    service's image, which any host can build."""
+    folder = task(tmp_path / "add", VOLUMES)
+    (folder / "environment/init.sql").write_text("select 1;")
+    read_ = read(folder)
+    store = LocalStore(str(tmp_path / "store"))
+    stored = await build_contexts.store_contexts(store, read_)
+    db, own = stored.environment.sidecars["db"], stored.environment.folders
+    assert db.build is not None
+    assert db.build.key is not None
+    base_trees.unpack((await store.get(db.build.key)).data, tmp_path / "context")
+    dockerfile = (tmp_path / "context/Dockerfile").read_text()
+
+    assert db.folders == (SharedFolder(name="shared-data-0", target="/out"),)
+    assert own == (SharedFolder(name="shared-data-0", target="/in", read_only=True),)
+    assert db.files == {}
+    assert db.image in {one.image for one in stored.environments}
+    assert dockerfile.startswith("FROM postgres:16\n")
+    for line in (
+        'COPY [".perdure-files/0", "/docker-entrypoint-initdb.d/init.sql"]',
+        "RUN rm -rf -- /migrate || true",
+        'COPY [".perdure-files/1/", "/migrate/"]',
+    ):
+        assert line in dockerfile.splitlines()
+    assert (tmp_path / "context/.perdure-files/0").read_text() == "select 1;"
+    assert (tmp_path / "context/.perdure-files/1/Dockerfile").exists()
+
+
+async def test_a_pod_gets_images_that_were_built_elsewhere(tmp_path: Path) -> None:
+    """The refusal names the service and its image, and a map of pushed images ends it."""
+    folder = task(tmp_path / "add", "services: {db: {image: 'db:1', volumes: ['./migrate:/m']}}")
+    store = LocalStore(str(tmp_path / "store"))
+    stored = await build_contexts.store_contexts(store, read(folder))
+    image = str(stored.environment.sidecars["db"].image)
+    names = {image: "registry/db:1", str(stored.environment.image): "registry/main:1"}
+    settings = Settings(home=tmp_path / "home")
+
+    def on_cluster(images: dict[str, str]) -> KubernetesProvider:
+        (tmp_path / "map.json").write_text(json.dumps(images))
+        mapped = settings.sandbox.model_copy(update={"image_map": tmp_path / "map.json"})
+        return KubernetesProvider(settings.model_copy(update={"sandbox": mapped}))
+
+    with pytest.raises(ConfigurationError, match=f"the sidecar db of .* map '{image}'"):
+        check_image(stored, on_cluster({**names, image: image}))
+
+    check_image(stored, on_cluster(names))
+
+
 BAD = """
 services:
-  db: {image: "db:1", ports: ["80:5432"], volumes: ["./a:/a"], env_file: x, healthcheck: {test: a, interval: soon}}
-  web: {image: "web:1", expose: [5432], depends_on: {cache: {condition: service_healthy}}}
+  db: {image: "db:1", ports: ["80:5432"], volumes: ["/var/run/docker.sock:/a", "../tests:/b", "./migrate:/c", "a:relative"], env_file: x, healthcheck: {test: a, interval: soon}}
+  web: {image: "web:1", volumes: ["./migrate:/d:ro"], expose: [5432], depends_on: {cache: {condition: service_healthy}}}
   cache: {build: {context: migrate, target: slim}, networks: [back], environment: [HOST_ONLY]}
-  main: {command: serve, image: "other:1"}
+  main: {command: serve, image: "other:1", volumes: ["./migrate:/e:ro"]}
 secrets: {a: {}}
+volumes: {a: {external: true}}
 """
 
 
@@ -101,7 +171,9 @@ def test_everything_unsupported_is_named_at_once(tmp_path: Path) -> None:
         read(task(tmp_path / "add", BAD))
 
     for said in (
-        "services.db.volumes", "COPY them", "services.db.env_file", "healthcheck.interval",
+        "'/var/run/docker.sock' is not in the task's folder", "'../tests' is not", "db and web and main share 'migrate'",
+        "'a:relative' has no absolute path", "volumes.a: Perdure has no equivalent of external",
+        "services.main.volumes`: COPY", "services.db.env_file", "healthcheck.interval",
         "db and web both listen on port 5432", "services.cache.build", "different networks",
         "environment.HOST_ONLY", "services.main.command", "services.main.image", "`secrets`",
     ):  # fmt: skip
@@ -122,6 +194,15 @@ def test_services_that_cannot_start_are_refused(tmp_path: Path, compose: str, sa
         read(task(tmp_path / "add", compose))
 
 
+def test_a_task_with_services_needs_no_dockerfile(tmp_path: Path) -> None:
+    """As in Harbor, which copies the folder into the image's workdir only if it has no compose file."""
+    folder = write_harbor(tmp_path / "add", "main:1", more='workdir = "/app"\n')
+    (folder / "environment/Dockerfile").unlink()
+    write_compose(folder, "services: {db: {image: 'db:1'}}")
+
+    assert [*read(folder).environment.sidecars] == ["db"]
+
+
 def test_a_separate_verifier_gets_services_of_its_own(tmp_path: Path) -> None:
     """As in Harbor, it uses the environment's unless tests/ has its own."""
     folder = task(tmp_path / "add", "services: {db: {image: 'db:1'}}")
@@ -137,9 +218,28 @@ def test_a_separate_verifier_gets_services_of_its_own(tmp_path: Path) -> None:
     assert not instance.grading.in_place
 
 
-def test_a_provider_without_sidecars_refuses_before_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["apptainer", "bubblewrap", "daytona", "docker gvisor", "e2b", "local", "modal"]
+)
+def test_a_provider_without_sidecars_refuses_before_the_run(tmp_path: Path, name: str) -> None:
     instance = read(task(tmp_path / "add", "services: {db: {image: 'db:1'}}"))
-    provider = BubblewrapProvider(Settings(home=tmp_path / "home"))
+    sandbox, _, runtime = name.partition(" ")
+    settings = Settings(home=tmp_path / "home")
+    docker = settings.docker.model_copy(update={"runtime": runtime})
+    provider = variant_registry.load("sandbox", variant_registry.SANDBOXES, sandbox)(
+        settings.model_copy(update={"docker": docker})
+    )
 
-    with pytest.raises(ConfigurationError, match=r"sidecars db.*podman or docker"):
+    with pytest.raises(ConfigurationError, match=f"sidecars db, which {sandbox} cannot run"):
         check_image(instance, provider)
+
+
+def test_podman_of_an_ordinary_user_refuses_before_the_run(tmp_path: Path) -> None:
+    instance = read(task(tmp_path / "add", "services: {db: {image: 'db:1'}}"))
+    provider, user = PodmanProvider(Settings(home=tmp_path / "home")), os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        with pytest.raises(ConfigurationError, match=r"podman cannot run.*workers as root"):
+            check_image(instance, provider)
+    finally:
+        os.seteuid(user)

@@ -119,7 +119,7 @@ def test_a_list_of_hosts_is_the_phases_own_or_its_environments(tmp_path: Path) -
 def test_all_that_is_not_done_is_refused_at_once(tmp_path: Path) -> None:
     more = 'gpus = 1\nos = "windows"\n\n[[steps]]\nname = "a"\n'
     folder = write_harbor(tmp_path / "add", "", more=more)
-    write_compose(folder, "services: {db: {image: 'db:1', privileged: true, volumes: ['d:/d']}}")
+    write_compose(folder, "services: {db: {image: 'db:1', privileged: true, volumes: ['/d:/d']}}")
 
     with pytest.raises(InstanceError) as caught:
         read(folder)

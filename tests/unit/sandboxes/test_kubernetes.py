@@ -95,7 +95,13 @@ def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv(pods.POD_VARIABLE, str(tmp_path / "pod.json"))
     cluster = pods.cluster_fields(Settings().kubernetes)
     made = pods.pod_of(
-        SandboxSpec("/x"), name="p", image="i", labels={}, annotations={}, cluster=cluster
+        SandboxSpec("/x"),
+        name="p",
+        image="i",
+        labels={},
+        annotations={},
+        cluster=cluster,
+        sidecar_images={},
     )
 
     assert {name: made["spec"][name] for name in wanted} == wanted

@@ -14,14 +14,15 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from perdure.types import Build, Healthcheck, Sidecar
+from perdure.instances.rows.compose_volumes import CONTEXT, ComposeVolumes
+from perdure.types import Build, Healthcheck, SharedFolder, Sidecar
 from perdure.types.containers import MAIN
 from perdure.types.validation_errors import faults
 
 NAME = "docker-compose.yaml"
 """The only name that Harbor reads."""
-CONTEXT, OWN_IMAGE = "${CONTEXT_DIR}", "perdure-main-image"
-"""Harbor's variable for the task's folder, and our value for its variable MAIN_IMAGE_NAME."""
+OWN_IMAGE = "perdure-main-image"
+"""Our value for Harbor's variable MAIN_IMAGE_NAME."""
 WITHOUT_EFFECT = frozenset(
     [
         "expose",
@@ -39,9 +40,8 @@ WITHOUT_EFFECT = frozenset(
     ]
 )
 """Keys that Perdure ignores: nothing outside reaches a sandbox, and its end kills sidecars."""
-FILES_FIX = "containers share no files: COPY them in a Dockerfile"
+FILES_FIX = "COPY the files in a Dockerfile"
 REASONS: Mapping[str, str] = {
-    "volumes": FILES_FIX,
     "configs": FILES_FIX,
     "secrets": FILES_FIX,
     "env_file": "write the variables under `environment`",
@@ -67,6 +67,8 @@ class ComposeFile:
     sidecars: dict[str, Sidecar] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the sandbox's own container."""
+    folders: tuple[SharedFolder, ...] = ()
+    """Volumes that it shares with others."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -93,6 +95,14 @@ def read_compose_file(path: Path, env: Mapping[str, str], build_timeout_s: float
             found.env = reader.main(table)
         elif (sidecar := reader.sidecar(table, build_timeout_s)) is not None:
             found.sidecars[str(name)] = sidecar
+    for name, mount in reader.volumes.shared(content.get("volumes") or {}):
+        if name == MAIN:
+            found.folders += (mount,)
+        elif name in found.sidecars:
+            sidecar = found.sidecars[name]
+            folders = (*sidecar.folders, mount)
+            found.sidecars[name] = sidecar.model_copy(update={"folders": folders})
+    found.problems += [f"{NAME}: {problem}" for problem in reader.volumes.problems]
     for name in reader.completing & found.sidecars.keys():
         found.sidecars[name] = found.sidecars[name].model_copy(update={"completes": True})
     reader.check_network({str(name): dict(one or {}) for name, one in services.items()})
@@ -106,6 +116,7 @@ class _Reader:
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder, self.variables = folder, variables
         self.service = ""
+        self.volumes = ComposeVolumes(folder)
         self.problems: list[str] = []
         self.completing: set[str] = set()
         """Services that another one waits for until they have exited."""
@@ -119,8 +130,7 @@ class _Reader:
             self._refuse("image", "set `environment.docker_image` in task.toml")
         if (command := table.pop("command", None)) and self._words(command) not in IDLE:
             self._refuse("command", "only the agent's commands run in `main`")
-        volumes = [str(one) for one in table.pop("volumes", None) or ()]
-        if any(not one.startswith("${HOST_") for one in volumes):  # Harbor's own folders of logs
+        if self._volumes(table.pop("volumes", None)):
             self._refuse("volumes", FILES_FIX)
         self._conditions(table.pop("depends_on", None))
         for key in ("container_name", "hostname", "ports", "networks"):
@@ -150,6 +160,7 @@ class _Reader:
             "entrypoint": self._words(table.pop("entrypoint", None)),
             "command": self._words(table.pop("command", None)),
             "env": self._environment(table.pop("environment", None)),
+            "files": self._volumes(table.pop("volumes", None)),
             "workdir": self._text(table.pop("working_dir", None)),
             "user": self._text(table.pop("user", None)),
             "aliases": [name for name in map(self._text, names) if name],
@@ -212,6 +223,10 @@ class _Reader:
         if value is None:
             self._refuse(f"${{{name}}}", "set it in `environment.env`; the host's are not read")
         return value or default or ""
+
+    def _volumes(self, entries: Any) -> dict[str, str]:
+        """Paths inside -> files of the task's folder."""
+        return self.volumes.read(self.service, entries or (), lambda text: self._text(text) or "")
 
     def _words(self, value: Any) -> list[str] | None:
         if value is None:

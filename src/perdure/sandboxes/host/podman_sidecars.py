@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import RetryHere, SandboxLost
+from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.namespaces import disk_size
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.host.sandbox_programs import program
@@ -26,7 +27,7 @@ from perdure.sandboxes.sidecar_boot import (
     image_healthcheck,
     limits_of,
 )
-from perdure.types import Healthcheck, Limits, Sidecar
+from perdure.types import Healthcheck, Limits, SharedFolder, Sidecar
 
 CALL_S = 120.0
 LIVE = ("running", "created", "stopping", "paused")
@@ -66,6 +67,7 @@ class PodmanSidecars(SidecarEngine):
         folder.mkdir(exist_ok=True)
         limits = limits_of(sidecar, self._limits)
         overlay = f"lowerdir={image.root},upperdir=upper,workdir=work"
+        folders = {shared_folder(self._box, one.name): one for one in sidecar.folders}
         script = [
             "set -e",
             f"cd {shlex.quote(str(folder))}",
@@ -73,6 +75,7 @@ class PodmanSidecars(SidecarEngine):
             f"cd {shlex.quote(str(folder))}",
             "mkdir upper work root",
             f"mount -t overlay -o {shlex.quote(overlay)} overlay root",
+            *(_fill(path, image.root, one.target) for path, one in folders.items()),
         ]
         config = image.config
         given = sidecar.model_copy(
@@ -87,6 +90,7 @@ class PodmanSidecars(SidecarEngine):
             *("--network", f"ns:/proc/{holder.pid}/ns/net"),
             *("--pid", f"ns:/proc/{self._box.sidecars}/ns/pid", "--no-hosts"),
             *("--volume", f"{self._hosts}:/etc/hosts:ro"),
+            *(f"--volume={path}:{one.target}:{_mode(one)}" for path, one in folders.items()),
             *("--hostname", name),
             *common_options(given, limits),
             *("--log-driver", "k8s-file", *LOG_OPTIONS, "--log-opt", f"path={self._log(name)}"),
@@ -95,6 +99,9 @@ class PodmanSidecars(SidecarEngine):
             *("--rootfs", str(folder / "root"), *_argv(sidecar, config)),
         ]
         in_mounts = [program("unshare"), "--mount", "sh", "-c", "; ".join([*script, 'exec "$@"'])]
+        if folders:  # they are on the sandbox's disk, which the monitor of its container sees
+            monitor = int(procfs.stat(holder.pid)[1])
+            in_mounts = [program("nsenter"), f"--mount=/proc/{monitor}/ns/mnt", *in_mounts]
         code, said = await self._call([*in_mounts, "sh", *command])
         if code != 0:
             raise RetryHere(f"the sidecar {name!r} did not start: {said[-400:]}")
@@ -159,6 +166,25 @@ class PodmanSidecars(SidecarEngine):
                     process.kill()
                 await asyncio.shield(process.wait())
         return process.returncode or 0, said.decode("utf-8", "replace").strip()
+
+
+def shared_folder(box: SandboxFolder, name: str) -> Path:
+    """On the disk of the sandbox, whose limit it shares."""
+    return box.path / "disk" / f"shared.{name}"
+
+
+def _mode(folder: SharedFolder) -> str:
+    return "ro" if folder.read_only else "rw"
+
+
+def _fill(folder: Path, root: str, target: str) -> str:
+    """As Docker: the first container to mount an empty volume gives it its image's files. A path with a
+    symbolic link could lead out of the image."""
+    below = [Path(root, *Path(target).parts[1:at]) for at in range(2, len(Path(target).parts) + 1)]
+    if any(path.is_symlink() for path in below) or not Path(root, target[1:]).is_dir():
+        return ":"
+    to, source = shlex.quote(str(folder)), shlex.quote(f"root{target}/.")
+    return f'[ -n "$(ls -A {to})" ] || cp -a {source} {to}/'
 
 
 def _argv(sidecar: Sidecar, config: Mapping[str, Any]) -> list[str]:

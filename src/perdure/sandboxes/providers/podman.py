@@ -35,7 +35,11 @@ from perdure.sandboxes.host.namespaces import (
     proxy_variables,
     shared_folders,
 )
-from perdure.sandboxes.host.podman_sidecars import PodmanSidecars, SidecarImage
+from perdure.sandboxes.host.podman_sidecars import (
+    PodmanSidecars,
+    SidecarImage,
+    shared_folder,
+)
 from perdure.sandboxes.host.portable_git import lacks_git, mounts_of, write_git
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
@@ -57,6 +61,7 @@ from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pu
 from perdure.sandboxes.sidecar_boot import boot_sidecars, host_names
 from perdure.sandboxes.spec_validation import check_folders
 from perdure.settings import process_environment
+from perdure.types import Sidecar
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
@@ -149,11 +154,16 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
             *([] if spec.image and not spec.tree else [Mount(disk / "tree", spec.workdir, True)]),
             *sorted(spec.mounts, key=lambda mount: mount.target.count("/")),
             *([Mount(box.path / HOSTS, "/etc/hosts")] if spec.sidecars else []),
+            *(
+                Mount(shared_folder(box, one.name), one.target, not one.read_only)
+                for one in spec.folders
+            ),
         ]
         # podman refuses two mounts with one target: the spec's replaces ours
         volumes = {mount.target: _volume(mount) for mount in mounts}.values()
         network = "host" if spec.network is Network.HOST else "none"
         return [
+            *_making_folders(spec, box),
             *("/usr/bin/env", f"PERDURE_BOX={box.path}", *_variables(), *_podman()),
             *("run", "--interactive", "--rm", "--name", _name(box), "--network", network),
             *("--pidfile", str(box.path / "pid"), "--workdir", spec.workdir, "--user", "0:0"),
@@ -225,8 +235,7 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
             if await asyncio.to_thread(_find, name) is None:  # a mirror has another name
                 await asyncio.to_thread(_run, "tag", found, qualified_name(name))
 
-    @property
-    def no_sidecars(self) -> str:
+    def sidecars_refusal(self, sidecars: Mapping[str, Sidecar]) -> str:
         return "" if os.geteuid() == 0 else "run the workers as root, or use --sandbox docker"
 
     async def _sidecar_image(self, name: str) -> SidecarImage:
@@ -434,6 +443,15 @@ def _farewell(box: SandboxFolder, spec: SandboxSpec) -> tuple[str, ...]:
 
 def _sidecar_name(box: SandboxFolder, name: str) -> str:
     return f"{_name(box)}.{name}"
+
+
+def _making_folders(spec: SandboxSpec, box: SandboxFolder) -> list[str]:
+    """The beginning of a command that first makes the folders that containers share."""
+    shared = [*spec.folders, *(one for it in spec.sidecars.values() for one in it.folders)]
+    paths = dict.fromkeys(shlex.quote(str(shared_folder(box, one.name))) for one in shared)
+    if not paths:
+        return []
+    return ["/bin/sh", "-c", f'mkdir -m 0777 {" ".join(paths)} && exec "$@"', "sh"]
 
 
 def _hosts(spec: SandboxSpec) -> str:

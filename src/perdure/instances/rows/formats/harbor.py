@@ -232,7 +232,7 @@ def _image_problems(
     if not (place / DOCKERFILE).is_file():
         if not environment.get("docker_image"):
             return ["it has no environment/Dockerfile and no `environment.docker_image`"]
-        if place.is_dir() and any(place.iterdir()):
+        if place.is_dir() and any(place.iterdir()) and not (place / compose_file.NAME).is_file():
             return [
                 "Harbor copies its environment folder into the image's workdir: add an "
                 "environment/Dockerfile with FROM, WORKDIR and COPY, and remove `docker_image`"
@@ -286,6 +286,7 @@ def _environment(
         workdir=table.get("workdir") or _workdir(folder) or workdir,
         env={**composed.env, **_env(table)},
         sidecars=composed.sidecars,
+        folders=composed.folders,
     )
 
 

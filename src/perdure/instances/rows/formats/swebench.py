@@ -88,6 +88,8 @@ def environment_of(row: Row, image_of: Rule) -> Environment:
         raise row.wrong("python", f"write a version such as 3.11, not {python!r}")
     if not workdir.startswith("/"):
         raise row.wrong("workdir", f"write an absolute path, not {workdir!r}")
+    if any("files" in one for one in row.mapping("sidecars").values() if isinstance(one, dict)):
+        raise row.wrong("sidecars", "give files of this host in an image")
     fields = {
         "image": None if row.has("source") else image_of(row),
         "python": python,

@@ -1,7 +1,7 @@
 """The `docker run` command of one sandbox, by what the engine can do."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from perdure.sandboxes.host.keeper.kernel_quotas import TERMINALS
 from perdure.sandboxes.providers.docker import docker_cli
 from perdure.sandboxes.sidecar_boot import host_names
 from perdure.settings.settings_tree import Settings
+from perdure.types import SharedFolder
 
 SPARE_PIDS = 32
 """Added to the pids limit, so that the guest can run when commands have used up the limit."""
@@ -91,9 +92,18 @@ def run_command(
         *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
         *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
         *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
+        *folder_options(name, spec.folders),
         *(part for host in names for part in ("--add-host", f"{host}:127.0.0.1")),
         *("--workdir", "/", "--env", f"PERDURE_OWNER={owner}", "--entrypoint", "python3"),
         *(image, *init_command(spec.ttl_s)),
+    ]
+
+
+def folder_options(sandbox: str, folders: Iterable[SharedFolder]) -> list[str]:
+    """Mounts of volumes, which the engine makes at their first use. `sandbox`: its container."""
+    return [
+        f"--volume={sandbox}.{one.name}:{one.target}:{'ro' if one.read_only else 'rw'}"
+        for one in folders
     ]
 
 

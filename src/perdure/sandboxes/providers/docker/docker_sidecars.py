@@ -12,6 +12,7 @@ from perdure.sandboxes.guest.container_options import ROOT, source_of
 from perdure.sandboxes.guest.guest_sandbox import FOLDER
 from perdure.sandboxes.guest.service_retries import Conflict, Missing, retry_transient
 from perdure.sandboxes.providers.docker import docker_cli
+from perdure.sandboxes.providers.docker.docker_run import folder_options
 from perdure.sandboxes.sidecar_boot import (
     LOG_LINES,
     LOG_OPTIONS,
@@ -60,6 +61,7 @@ class DockerSidecars(SidecarEngine):
             name,
             *("--pid", f"container:{self._container(FIRST_PROCESS)}"),
             *common_options(sidecar, limits_of(sidecar, self._limits)),
+            *folder_options(self._sandbox, sidecar.folders),
             *("--log-driver", "json-file", *LOG_OPTIONS),
             *(("--entrypoint", first) if first else ()),
             *(self._images[name], *rest, *command),

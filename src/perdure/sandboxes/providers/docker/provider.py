@@ -63,6 +63,7 @@ from perdure.sandboxes.providers.docker.docker_sidecars import SIDECAR_LABEL, Do
 from perdure.sandboxes.sidecar_boot import SidecarFailed, boot_sidecars
 from perdure.sandboxes.spec_validation import check_folders, check_identity
 from perdure.settings.settings_tree import Settings
+from perdure.types import Sidecar
 
 REQUEST_S = 60.0
 BOOT_S = 300.0
@@ -253,6 +254,19 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
         name = self._name(identity)
         known = await self._listed("{{.Names}}", f"label={LABEL}.identity={identity}")
         await self.remove([name, *(one for one in known if one != name)])
+        await self._remove_folders(name)
+
+    async def _remove_folders(self, sandbox: str) -> None:
+        """Remove the volumes that its containers shared. They must be gone."""
+
+        async def remove() -> None:
+            said = await docker_cli.done(
+                *("volume", "ls", "--quiet", "--filter", f"name={sandbox}."), seconds=REQUEST_S
+            )
+            if names := [one for one in said.split() if one.startswith(f"{sandbox}.")]:
+                await docker_cli.done("volume", "rm", "--force", *names, seconds=REQUEST_S)
+
+        await retry_transient(remove)
 
     async def remove(self, names: Sequence[str]) -> None:
         """Remove containers that may exist. The first is removed first, so no sidecar joins it."""
@@ -343,8 +357,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             f"{LABEL}.spec": json.dumps(own),
         }
 
-    @property
-    def no_sidecars(self) -> str:
+    def sidecars_refusal(self, sidecars: Mapping[str, Sidecar]) -> str:
         if runtime := self.settings.docker.runtime:
             return f"containers of PERDURE_DOCKER__RUNTIME={runtime} share no namespaces"
         return ""

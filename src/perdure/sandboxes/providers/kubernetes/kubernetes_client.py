@@ -1,4 +1,4 @@
-"""The Kubernetes API as the provider calls it: five calls on pods, and commands in them.
+"""The Kubernetes API as the provider calls it: calls on pods, and commands in them.
 
 Owns the client (one per event loop, by `KUBECONFIG` or from within the cluster) and the WebSocket of
 a command. Answers are read as plain JSON, so that any version of the API can be read.
@@ -130,16 +130,26 @@ class PodApi:
         status = json.loads(said[STATUS]) if said[STATUS] else None
         return CommandOutput(bytes(said[STDOUT]), bytes(said[STDERR]), status)
 
+    async def log(self, name: str, container: str, *, lines: int, previous: bool) -> str:
+        """The last lines of a container's output. `previous`: of the one before its last restart."""
+        options = {"container": container, "tail_lines": lines, "previous": previous}
+        return await self._text(
+            _core(self.api).read_namespaced_pod_log, name, self.namespace, **options
+        )
+
     async def _json(self, call: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(await self._text(call, *arguments, **options))
+        return found
+
+    async def _text(self, call: Any, *arguments: Any, **options: Any) -> str:
         """Raises: ErrorAnswer; TimeoutError; aiohttp's errors."""
         async with asyncio.timeout(self.request_s):
             answer = await call(*arguments, _preload_content=False, **options)
             async with answer:
-                text = await answer.text()
+                text: str = await answer.text(errors="replace")
         if answer.status >= 300:
             raise kubernetes_errors.refused_of(answer.status, text, answer.headers)
-        found: dict[str, Any] = json.loads(text)
-        return found
+        return text
 
 
 def _core(client: Any) -> Any:

@@ -56,7 +56,7 @@ class BootWait:
         said = f"{found.reason}: {found.message}"
         match found.kind:
             case "image":
-                return self._judged_image(pod, found, lasts)
+                return self._judged_image(found, lasts)
             case "container":
                 if names_missing_program(said):
                     return missing_programs_error(self.identity, said)
@@ -67,14 +67,13 @@ class BootWait:
                 )
         return self._no_node(found, lasts)
 
-    def _judged_image(self, pod: Pod, found: pods.Obstacle, lasts: float) -> PerdureError | None:
+    def _judged_image(self, found: pods.Obstacle, lasts: float) -> PerdureError | None:
         """Keeps the last failure: during the back-off between two pulls the pod does not show it."""
         if found.reason != "ImagePullBackOff" or not self._cause:
             self._cause = f"{found.reason}: {found.message}"
-        image = pod["spec"]["containers"][0]["image"]
         if found.reason in ("InvalidImageName", "ErrImageNeverPull"):
-            return InstanceError(f"image {image!r} cannot be pulled: {self._cause}")
-        reason = refused(image, self._cause, PULLER)
+            return InstanceError(f"image {found.image!r} cannot be pulled: {self._cause}")
+        reason = refused(found.image, self._cause, PULLER)
         passes = isinstance(reason, ControlPlaneError) and lasts <= PULL_S
         return None if passes else reason
 

@@ -3,8 +3,9 @@
 Pure functions on JSON. The provider makes the calls.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from perdure.errors import ConfigurationError
@@ -12,6 +13,7 @@ from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.guest.container_options import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.guest_sandbox import FOLDER
 from perdure.sandboxes.image_names import json_object
+from perdure.sandboxes.providers.kubernetes import pod_sidecars
 from perdure.sandboxes.providers.kubernetes.kubernetes_client import CONTAINER
 from perdure.settings.settings_tree import KubernetesSettings
 
@@ -46,8 +48,13 @@ def pod_of(
     labels: Mapping[str, str],
     annotations: Mapping[str, str],
     cluster: Mapping[str, Any],
+    sidecar_images: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The whole object to create."""
+    """The whole object to create. `sidecar_images`: sidecar -> what its node pulls."""
+    folders = [
+        *spec.folders,
+        *(one for sidecar in spec.sidecars.values() for one in sidecar.folders),
+    ]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -66,28 +73,24 @@ def pod_of(
             "hostname": "sandbox",
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [_container(spec, image)],
+            **pod_sidecars.pod_fields(spec.sidecars, sidecar_images, spec.limits),
             "volumes": [
                 {"name": "perdure", "emptyDir": {}},
                 {"name": "shm", "emptyDir": {"medium": "Memory"}},
+                *pod_sidecars.folder_volumes(folders, spec.limits),
             ],
         },
     }
 
 
 def _container(spec: SandboxSpec, image: str) -> dict[str, Any]:
-    limits = spec.limits
-    resources = {
-        "cpu": f"{limits.cpus:g}",
-        "memory": f"{limits.memory_mb}Mi",
-        "ephemeral-storage": f"{limits.disk_mb}Mi",
-    }
     return {
         "name": CONTAINER,
         "image": image,
         "command": ["python3", *init_command(spec.ttl_s)],
         "workingDir": "/",
         "env": [{"name": "PERDURE_OWNER", "value": ROOT if spec.image else AGENT}],
-        "resources": {"requests": resources, "limits": resources},
+        "resources": pod_sidecars.resources_of(spec.limits),
         "securityContext": {
             "runAsUser": 0,
             "allowPrivilegeEscalation": False,
@@ -96,6 +99,7 @@ def _container(spec: SandboxSpec, image: str) -> dict[str, Any]:
         "volumeMounts": [
             {"name": "perdure", "mountPath": FOLDER},
             {"name": "shm", "mountPath": "/dev/shm"},
+            *pod_sidecars.folder_mounts(spec.folders),
         ],
     }
 
@@ -121,6 +125,15 @@ def annotation(pod: Mapping[str, Any], name: str) -> str:
     return str((pod["metadata"].get("annotations") or {}).get(name, ""))
 
 
+def own_spec(pod: Mapping[str, Any]) -> dict[str, Any]:
+    """What the annotation SPEC holds."""
+    return dict(json.loads(annotation(pod, SPEC) or "{}"))
+
+
+def sidecar_failure(pod: Mapping[str, Any]) -> pod_sidecars.Failure | None:
+    return pod_sidecars.failure(pod, own_spec(pod).get("sidecars") or {})
+
+
 # -- its state --------------------------------------------------------------------------------
 
 
@@ -143,6 +156,7 @@ class Obstacle(NamedTuple):
     kind: Literal["node", "image", "container"]
     reason: str
     message: str
+    image: str = ""
 
 
 def state_of(pod: Mapping[str, Any]) -> PodState:
@@ -152,6 +166,8 @@ def state_of(pod: Mapping[str, Any]) -> PodState:
         return PodState("going", _disruption(status) or "it is being deleted")
     if phase == "Succeeded":
         return PodState("over", "it reached its deadline")
+    if (failed := sidecar_failure(pod)) is not None:
+        return PodState("over", f"its sidecar {failed.sidecar!r} {failed.what}")
     ended = _container_state(status).get("terminated")
     if phase == "Failed" or ended:
         return PodState("over", _failure(status, ended or {}))
@@ -182,21 +198,31 @@ def obstacle(pod: Mapping[str, Any]) -> Obstacle | None:
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
             return Obstacle("node", "Unschedulable", str(condition.get("message", "")))
-    waiting = _container_state(status).get("waiting") or {}
-    reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
-    if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
-        return Obstacle("image", reason, message)
-    if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
-        return Obstacle("container", reason, message)
+    containers = [*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"]]
+    images = {one["name"]: str(one.get("image", "")) for one in containers}
+    ours = {CONTAINER, *(own_spec(pod).get("sidecars") or {})}
+    for one in (*(status.get("initContainerStatuses") or ()), *_statuses(status)):
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
+        name = one.get("name")
+        if name not in ours:  # a cluster may add others, such as a service mesh's
+            continue
+        if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+            return Obstacle("image", reason, message, images[name])
+        if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
+            return Obstacle("container", reason, message)
     return None
 
 
 def _container_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state of the sandbox's container. A cluster may add others, such as a service mesh's."""
-    statuses = status.get("containerStatuses") or ()
-    ours: Mapping[str, Any] = next((one for one in statuses if one.get("name") == CONTAINER), {})
+    ours = next((one for one in _statuses(status) if one.get("name") == CONTAINER), {})
     state: Mapping[str, Any] = ours.get("state") or {}
     return state
+
+
+def _statuses(status: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return status.get("containerStatuses") or ()
 
 
 def lacks_room(found: Obstacle) -> bool:

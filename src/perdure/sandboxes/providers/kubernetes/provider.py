@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from perdure.errors import (
     ConfigurationError,
@@ -24,10 +24,19 @@ from perdure.errors import (
     NotFound,
     PerdureError,
     RateLimited,
+    SandboxLost,
 )
 from perdure.sandboxes import image_names
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
-from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.base import (
+    Exec,
+    ExecResult,
+    ExecStatus,
+    Network,
+    Sandbox,
+    SandboxInfo,
+    SandboxSpec,
+)
 from perdure.sandboxes.guest.container_options import (
     ContainerSandbox,
     missing_programs_error,
@@ -42,12 +51,18 @@ from perdure.sandboxes.guest.service_retries import (
     sandbox_lost_error,
     was_refused,
 )
-from perdure.sandboxes.providers.kubernetes import kubernetes_client, kubernetes_errors, pods
+from perdure.sandboxes.providers.kubernetes import (
+    kubernetes_client,
+    kubernetes_errors,
+    pod_sidecars,
+    pods,
+)
 from perdure.sandboxes.providers.kubernetes.pod_boot_wait import BootWait
 from perdure.sandboxes.providers.kubernetes.pods import Pod
+from perdure.sandboxes.sidecar_boot import LOG_LINES, SidecarFailed
 from perdure.sandboxes.spec_validation import check_identity
 from perdure.settings.settings_tree import Settings
-from perdure.types import AccountCaps
+from perdure.types import AccountCaps, Sidecar
 
 T = TypeVar("T")
 
@@ -80,12 +95,36 @@ class KubernetesSandbox(ContainerSandbox):
     service = "Kubernetes"
 
     def __init__(self, provider: "KubernetesProvider", pod: Pod) -> None:
-        own = json.loads(pods.annotation(pod, pods.SPEC))
-        identity = pods.annotation(pod, pods.IDENTITY)
+        own, identity = pods.own_spec(pod), pods.annotation(pod, pods.IDENTITY)
         super().__init__(identity, own["workdir"], packs=provider.root / "packs")
         self.provider, self.name = provider, str(pod["metadata"]["name"])
         self.uid = str(pod["metadata"]["uid"])
         self._variables: Mapping[str, str] = {}
+        self._has_sidecars = bool(own.get("sidecars"))
+
+    async def poll(self, exec_id: str) -> ExecStatus:
+        return await self._proven(await super().poll(exec_id))
+
+    async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
+        return await self._proven(await super().wait(exec_id, timeout_s))
+
+    async def _to_end(self, command: Exec) -> ExecResult:
+        result = await super()._to_end(command)
+        await self._proven(result.status)
+        return result
+
+    async def _proven(self, status: ExecStatus) -> ExecStatus:
+        """The status, unless a sidecar ended before the command did: its result proves nothing then.
+        A node reports that after about a second.
+
+        Raises: SandboxLost.
+        """
+        if status.done and self._has_sidecars:
+            await self._check_lives(None)
+        return status
+
+    async def _boot_sidecars(self, spec: SandboxSpec) -> None:
+        """They are up: the sandbox's own container starts after them."""
 
     async def touch(self, ttl_s: float) -> None:
         await self._guest("touch", ttl=ttl_s)
@@ -243,7 +282,7 @@ class KubernetesProvider(ServiceProvider):
             alive=pods.state_of(pod).state in ("coming", "up"),
             created=_time(pod["metadata"]["creationTimestamp"]),
             expires=float(pods.annotation(pod, pods.EXPIRES) or 0),
-            labels=json.loads(pods.annotation(pod, pods.SPEC))["labels"],
+            labels=pods.own_spec(pod)["labels"],
         )
 
     async def kill(self, identity: str) -> None:
@@ -276,13 +315,39 @@ class KubernetesProvider(ServiceProvider):
         pod = await retry_transient(lambda: self._settled(identity))
         if pod is None:
             pod = await self._make(spec, identity)
-        box = KubernetesSandbox(self, await self._up(pod, identity))
+        try:
+            box = KubernetesSandbox(self, await self._up(pod, identity))
+        except SandboxLost:
+            await self._report_sidecar(identity)
+            raise
         try:
             await box.set_up(spec)
         except (ConfigurationError, InstanceError):
             await self.kill(identity)
             raise
         return box
+
+    async def _report_sidecar(self, identity: str) -> None:
+        """Kill a sandbox of which a sidecar failed: the next try starts with new ones.
+
+        Raises: SidecarFailed.
+        """
+        pod = await retry_transient(lambda: self.find(identity))
+        failed = None if pod is None else pods.sidecar_failure(pod)
+        if failed is None:
+            return
+        name = self._name(identity)
+        try:
+            said = await self._call(
+                "log",
+                lambda it: it.log(name, failed.sidecar, lines=LOG_LINES, previous=failed.restarted),
+            )
+        except PerdureError as error:
+            said = f"no log ({error})"
+        await self.kill(identity)
+        raise SidecarFailed(
+            f"the sidecar {failed.sidecar!r} {failed.what}: {said.strip() or 'no output'}"
+        )
 
     async def _settled(self, identity: str) -> Pod | None:
         """The pod of this name. Raises: ControlPlaneError while one of this name is being deleted."""
@@ -314,7 +379,15 @@ class KubernetesProvider(ServiceProvider):
                     )
                 raise
 
-        return await self._make_by(ask, identity)
+        pod = await self._make_by(ask, identity)
+        kept = [one.get("restartPolicy") for one in pod["spec"].get("initContainers") or ()]
+        asked = [one.get("restartPolicy") for one in wanted["spec"].get("initContainers") or ()]
+        if asked and not set(asked) <= set(kept):
+            await self.kill(identity)
+            raise ConfigurationError(
+                "this cluster has no native sidecars: use Kubernetes 1.29 or later"
+            )
+        return pod
 
     def _pod(self, spec: SandboxSpec, identity: str) -> Pod:
         wanted = spec.image or self.settings.kubernetes.image
@@ -323,18 +396,31 @@ class KubernetesProvider(ServiceProvider):
             for name, value in spec.labels.items()
             if pods.LABEL_VALUE.fullmatch(value) and re.fullmatch(r"[\w-]{1,50}", name, re.ASCII)
         }
+        own: dict[str, Any] = {"workdir": spec.workdir, "labels": dict(spec.labels)}
+        if spec.sidecars:
+            own["sidecars"] = pod_sidecars.allowed_restarts(spec.sidecars)
         return pods.pod_of(
             spec,
             cluster=pods.cluster_fields(self.settings.kubernetes),
             name=self._name(identity),
-            image=image_names.mirrored(wanted, self.settings.sandbox.image_mirror),
+            image=self._pulled(wanted),
+            sidecar_images={
+                name: self._pulled(self.image_used_for(one.image or ""))
+                for name, one in spec.sidecars.items()
+            },
             labels={**shown, pods.SCOPE: self._scope, pods.NETWORK: str(spec.network)},
             annotations={
                 pods.IDENTITY: identity,
-                pods.SPEC: json.dumps({"workdir": spec.workdir, "labels": dict(spec.labels)}),
+                pods.SPEC: json.dumps(own),
                 pods.EXPIRES: str(time.time() + spec.ttl_s),
             },
         )
+
+    def _pulled(self, image: str) -> str:
+        return image_names.mirrored(image, self.settings.sandbox.image_mirror)
+
+    def sidecars_refusal(self, sidecars: Mapping[str, Sidecar]) -> str:
+        return pod_sidecars.refusal(sidecars)
 
     async def _up(self, pod: Pod, identity: str) -> Pod:
         """Wait until it runs. Raises: SandboxLost when it ended. A pod that cannot come up is deleted."""
