@@ -4,6 +4,7 @@ Each is a few lines on one image. All have a reference solution that the tests c
 change, unless the task is about something else.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,9 @@ class Task:
     differs: str = ""
     """How Perdure's result differs from Harbor's, and why."""
 
-    def write(self, folder: Path) -> Path:
+    @property
+    def content(self) -> dict[str, str]:
+        """Its files by path."""
         files = {
             "task.toml": f'schema_version = "1.4"\n{self.toml}',
             "instruction.md": "Write done into out.\n",
@@ -50,11 +53,17 @@ class Task:
             "tests/test.sh": self.test,
             **self.files,
         }
-        for name, text in files.items():
-            if text:
-                path = folder / self.name / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
+        return {name: text for name, text in files.items() if text}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(sorted(self.content.items())).encode()).hexdigest()[:16]
+
+    def write(self, folder: Path) -> Path:
+        for name, text in self.content.items():
+            path = folder / self.name / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         return folder / self.name
 
 
@@ -100,7 +109,6 @@ TASKS = (
     ),
     Task(
         "verifier-image", KEPT + f'[verifier.environment]\ndocker_image = "{OTHER}"\n',
-        differs="refused: the WORKDIR of a verifier's image is not read",
         keys=("verifier.environment.docker_image",),
     ),
     Task(
@@ -115,9 +123,12 @@ TASKS = (
     ),
     Task(
         "verifier-limits",
-        KEPT + "[verifier.environment]\ncpus = 1\nmemory_mb = 512\nstorage_mb = 1024\ngpus = 0\n",
+        KEPT + "[verifier.environment]\ncpus = 1\nmemory_mb = 512\nstorage_mb = 1024\ngpus = 0\n"
+        'gpu_types = ["T4"]\n',
         test=APP_TEST, files=OWN_TESTS,
-        keys=tuple(f"verifier.environment.{key}" for key in ("cpus", "memory_mb", "storage_mb", "gpus")),
+        keys=tuple(
+            f"verifier.environment.{key}" for key in ("cpus", "memory_mb", "storage_mb", "gpus", "gpu_types")
+        ),
     ),
     # The agent
     Task("agent-timeout", "[agent]\ntimeout_sec = 60.0\n", keys=("agent.timeout_sec",)),
@@ -167,7 +178,23 @@ TASKS = (
     ),
     Task(
         "image-with-files", f'[environment]\ndocker_image = "{BASE}"\nworkdir = "/app"\n',
-        solve="#!/bin/bash\ncp given.txt out\n", files=NO_DOCKERFILE | {"environment/given.txt": "done\n"}, differs="refused: Harbor copies the folder into the image's workdir"),
+        solve="#!/bin/bash\ncp given.txt out\n", files=NO_DOCKERFILE | {"environment/given.txt": "done\n"}),
+    Task(
+        "image-workdir", f'[environment]\ndocker_image = "{BASE}"\n', files=NO_DOCKERFILE,
+        test=check('[ "$PWD" = /app ] && grep -qx done /app/out'),
+    ),
+    Task(
+        "image-workdir-with-files", f'[environment]\ndocker_image = "{BASE}"\n',
+        solve="#!/bin/bash\ncp given.txt out\n", test=APP_TEST,
+        files=NO_DOCKERFILE | {"environment/given.txt": "done\n", "environment/more/a": "a\n"},
+    ),
+    Task(
+        "health-check",
+        '[environment.healthcheck]\ncommand = "echo x >> tried; [ $(wc -l < tried) = 3 ]"\n'
+        "interval_sec = 0.2\ntimeout_sec = 20.0\nstart_period_sec = 30.0\nstart_interval_sec = 0.2\n"
+        "retries = 1\n",
+        test=check("[ $(wc -l < tried) = 3 ] && grep -qx done out"), keys=("environment.healthcheck",),
+    ),
     Task(
         "image-over-dockerfile", f'[environment]\ndocker_image = "{BASE}"\nworkdir = "/app"\n',
         test=check("[ ! -e /built ] && grep -qx done out"),
@@ -205,7 +232,7 @@ TASKS = (
         keys=("environment.memory_mb", "environment.storage_mb"),
     ),
     Task("old-memory", '[environment]\nmemory = "1G"\nstorage = "2G"\n'),
-    Task("gpus", "[environment]\ngpus = 0\n", keys=("environment.gpus",)),
+    Task("gpus", '[environment]\ngpus = 0\ngpu_types = ["H100"]\n', keys=("environment.gpus", "environment.gpu_types")),
     Task("os", '[environment]\nos = "Linux"\n', keys=("environment.os",)),
     Task(
         "mcp-servers",
@@ -255,6 +282,15 @@ TASKS = (
         keys=("artifacts.destination",),
     ),
     Task("artifact-service", 'artifacts = [{source = "/app/out", service = "main"}]\n', keys=("artifacts.service",)),
+    Task(
+        "collect", 'artifacts = ["/app/dump"]\n[[verifier.collect]]\ncommand = "cat out out > dump"\ntimeout_sec = 20.0\n'
+        '[[verifier.collect]]\ncommand = "exit 3"\nservice = "main"\nuser = "root"\n',
+        test=check("[ $(wc -l < dump) = 2 ]"), keys=("verifier.collect",),
+    ),
+    Task(
+        "collect-separate", f'artifacts = ["/app/dump"]\n{SEPARATE}[[verifier.collect]]\ncommand = "cp out dump"\n',
+        test=check("grep -qx done /app/dump"), files=OWN_TESTS,
+    ),
     Task("artifact-absent", 'artifacts = ["/app/out", "/app/absent"]\n'),
     Task(
         "artifact-links", 'artifacts = ["/app/made"]\n',
@@ -307,11 +343,15 @@ TASKS = (
     ),
     Task(
         "left-ignored", solve=solve("mkdir build", "touch build/it"), test=check("[ -e build/it ]"),
-        files={"environment/Dockerfile": DOCKERFILE + "COPY rules .gitignore\n", "environment/rules": "build\n"}, differs="the diff leaves out what git ignores"),
-    Task("left-empty-folder", solve=solve("mkdir empty"), test=check("[ -d empty ]"), differs="a diff has no empty folders"),
-    Task("left-elsewhere", solve=solve("mkdir -p /srv", "echo it > /srv/it"), test=check("[ -e /srv/it ]"), differs="the diff is of the workdir"),
+        files={"environment/Dockerfile": DOCKERFILE + "COPY rules .gitignore\n", "environment/rules": "build\n"},),
+    Task("left-empty-folder", solve=solve("mkdir empty"), test=check("[ -d empty ]")),
+    Task("left-elsewhere", solve=solve("mkdir -p /srv", "echo it > /srv/it"), test=check("[ -e /srv/it ]")),
+    Task(
+        "left-running", solve=solve("(while :; do echo up > /tmp/beat; sleep 0.2; done) </dev/null >/dev/null 2>&1 &"),
+        test=check("rm -f /tmp/beat; sleep 5; [ -e /tmp/beat ] && grep -qx done out"),
+    ),
     Task("image-user", solve=solve("id -un > who"), test=check("grep -qx agent who"),
-         files={"environment/Dockerfile": f"FROM {BASE}\nCOPY --chown=agent . /work\nWORKDIR /work\nUSER agent\n"}, differs="refused: no repository is made in a workdir of another user"),
+         files={"environment/Dockerfile": f"FROM {BASE}\nCOPY --chown=agent . /work\nWORKDIR /work\nUSER agent\n"}, differs="refused: sandboxes run images as root"),
     Task("agent-too-slow", "[agent]\ntimeout_sec = 10.0\n", solve="#!/bin/bash\necho early > early\nsleep 600\necho done > out\n",
          test=check("[ -e early ] && [ ! -e out ]")),
 )  # fmt: skip

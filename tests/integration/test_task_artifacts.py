@@ -12,6 +12,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.rollout_activities import Stages
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import read_episode
+from perdure.instances import instance_catalog
 from perdure.instances.rows.row_import import import_rows
 from perdure.rollouts.activity_messages import Attempt, Ending
 from perdure.rollouts.stage_services import Services
@@ -75,7 +76,15 @@ async def imported(services: Services, root: Path, folder: Path, artifacts: str)
     (task / "environment/Dockerfile").write_text("FROM scratch\nWORKDIR /task\n")
     (task / "solution/solve.sh").write_text(SOLUTION)
     (task / "tests/test.sh").write_text(TEST)
+    return await imported_task(services, task)
+
+
+async def imported_task(services: Services, task: Path) -> str:
+    """As if its tests reached other hosts than its agent, so that they need a fresh sandbox."""
     (ref,) = (await import_rows(services.store, task)).refs
+    instance = await instance_catalog.load(services.store, ref)
+    grading = instance.grading.model_copy(update={"in_place": False})
+    await instance_catalog.save(services.store, instance.model_copy(update={"grading": grading}))
     return ref
 
 
@@ -120,7 +129,7 @@ async def test_artifacts_alone_are_a_result(services: Services, root: Path, tmp_
     (tmp_path / "add/solution/solve.sh").write_text(
         "mkdir -p /data/report; echo 5 >/data/report/sum"
     )
-    (ref,) = (await import_rows(services.store, tmp_path / "add")).refs
+    ref = await imported_task(services, tmp_path / "add")
     found = await played(services, ref, "oracle")
     assert found.patch is not None
     key = f"{store_keys.attempt(RolloutRequest(run_id='oracle', instance=ref), 1)}/artifacts.tar"

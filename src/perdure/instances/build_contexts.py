@@ -87,13 +87,15 @@ async def _with_stored_build(store: Store, ref: str, container: Container) -> Co
     build = container.build
     if build is None or build.path is None:
         return container
-    key = await put_blob(store, await asyncio.to_thread(_pack_context, ref, Path(build.path)))
-    made = build.model_copy(update={"path": None, "key": key})
+    packed = await asyncio.to_thread(_pack_context, ref, Path(build.path), build.dockerfile)
+    key = await put_blob(store, packed)
+    made = build.model_copy(update={"path": None, "key": key, "dockerfile": ""})
     image = image_name_of(key.rpartition("/")[2])
     return container.model_copy(update={"build": made, "image": image})
 
 
-def _pack_context(ref: str, folder: Path) -> bytes:
+def _pack_context(ref: str, folder: Path, dockerfile: str) -> bytes:
+    """`dockerfile`: as `Build.dockerfile`. It copies the folder, and so must leave itself out."""
     try:
         size = sum(path.lstat().st_size for path in folder.rglob("*"))
         if size > MOST_MB << 20:
@@ -101,6 +103,12 @@ def _pack_context(ref: str, folder: Path) -> bytes:
                 f"{ref}: the build context {folder} has {size >> 20} MB, and at most {MOST_MB} are "
                 "allowed: let the Dockerfile fetch large files, or move them out of the folder"
             )
-        return base_trees.pack(folder)
+        if not dockerfile:
+            return base_trees.pack(folder)
+        with tempfile.TemporaryDirectory() as parent:
+            made = shutil.copytree(folder, Path(parent, "context"), symlinks=True)
+            (made / DOCKERFILE).write_text(dockerfile)
+            (made / ".dockerignore").write_text(f"{DOCKERFILE}\n.dockerignore\n")
+            return base_trees.pack(made)
     except OSError as error:
         raise InstanceError(f"{ref}: the build context {folder} cannot be read: {error}") from error

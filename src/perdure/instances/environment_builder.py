@@ -40,7 +40,7 @@ from perdure.sandboxes.image_builds import ImageBuilder, LocalImageBuilder
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS, SANDBOX_LIMITS
 from perdure.sandboxes.spec_validation import check_sidecars
 from perdure.storage.base import Store
-from perdure.types import Instance, Limits, SharedFolder, Sidecar, SourceKind
+from perdure.types import Environment, Instance, Limits, SharedFolder, Sidecar, SourceKind
 
 FORMAT = 1
 """Part of every key: increase it when the content of an environment changes."""
@@ -129,7 +129,7 @@ class Environments:
                 if one.build is not None:
                     needs = instance.model_copy(update={"environment": one})
                     await self._build_image(needs, limits, network, sandbox_limits)
-            return prepared
+            return prepared if prepared.workdir else await self._in_its_workdir(instance, prepared)
         if instance.environment.install and not self._provider.isolated:
             raise ConfigurationError(
                 f"{instance.ref} has install lines, which need a sandbox that can mount "
@@ -145,6 +145,16 @@ class Environments:
                 if not await asyncio.to_thread(is_whole, ready):
                     await self._build(instance, key, ready, limits, network)
         return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
+
+    async def _in_its_workdir(self, instance: Instance, prepared: Prepared) -> Prepared:
+        """Raises: InstanceError if the image has no WORKDIR; as a pull."""
+        workdir = await self._runs_on.image_workdir(prepared.image or "")
+        if workdir in ("", "/"):
+            raise InstanceError(
+                f"{instance.ref}: its image {prepared.image} has no WORKDIR, and / cannot be one: name "
+                "a folder in `environment.workdir`"
+            )
+        return replace(prepared, workdir=workdir)
 
     async def prepare_image(
         self,
@@ -403,6 +413,7 @@ def check_image(instance: Instance, provider: SandboxProvider) -> None:
         return
     for environment in instance.environments:
         image = environment.image or ""
+        _check_workdir(instance, environment, provider)
         if not provider.runs_images:
             where = f"the image {image}" if environment.build is None else "its Dockerfile"
             raise ConfigurationError(
@@ -411,6 +422,16 @@ def check_image(instance: Instance, provider: SandboxProvider) -> None:
             )
         if environment.build is not None and provider.image_used_for(image) == image:
             image_builder(_owner(instance, image), image, provider)
+
+
+def _check_workdir(instance: Instance, environment: Environment, provider: SandboxProvider) -> None:
+    verifier = instance.grading.verifier
+    is_unnamed = not environment.workdir or (verifier is not None and not verifier.cwd)
+    if is_unnamed and not provider.tells_workdir:
+        raise ConfigurationError(
+            f"{instance.ref} starts in the WORKDIR of its image, which --sandbox {provider.name} does "
+            "not tell: name it in `workdir` of the environment, or use --sandbox podman or docker"
+        )
 
 
 def _owner(instance: Instance, image: str) -> str:

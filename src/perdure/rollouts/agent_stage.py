@@ -174,7 +174,8 @@ async def stop_calls(job: Job) -> None:
 
 async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
     await _check_mcp_programs(job, sandbox)
-    launch = job.agent.launch(job.task(gateway_url=url, session_key=session.key if session else ""))
+    key = session.key if session else ""
+    launch = job.agent.launch(job.task(workdir=sandbox.workdir, gateway_url=url, session_key=key))
     for path, content in launch.files.items():  # they may contain the key
         await sandbox.put(path, content, mode=0o600)
     await sandbox.start(
@@ -274,7 +275,8 @@ async def _conclude(
     job: Job, session: AgentSession | None, sandbox: Sandbox, status: ExecStatus
 ) -> AgentRun:
     summary = await session.close() if session is not None else None
-    await sandbox.signal(EXEC_ID, signal.SIGKILL)  # its background processes could still write
+    if not job.instance.grading.in_place:
+        await sandbox.signal(EXEC_ID, signal.SIGKILL)  # its background processes could still write
     found = await agent_output.collect(
         sandbox, status, job.agent.artifacts, turns=summary.turns if summary else 0
     )

@@ -262,11 +262,11 @@ class Job:
             return None
         return conversation_user(self.instance.user, self.request.user)
 
-    def task(self, *, gateway_url: str | None, session_key: str) -> AgentTask:
+    def task(self, *, workdir: str, gateway_url: str | None, session_key: str) -> AgentTask:
         request, instance = self.request, self.instance
         return AgentTask(
             instance=instance,
-            workdir=instance.environment.workdir,
+            workdir=workdir,
             gateway_url=gateway_url,
             session_key=session_key,
             model=request.model,

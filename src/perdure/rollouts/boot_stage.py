@@ -36,6 +36,7 @@ from perdure.rollouts.handler_hooks import Initialised
 from perdure.rollouts.request_models import TOKENIZER, check_models, engine_of_roster
 from perdure.rollouts.reward_model.scoring import check_reward_model
 from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
+from perdure.rollouts.sandbox.health_check import wait_until_healthy
 from perdure.rollouts.sandbox.host_term import first_term
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.rollouts.simulated_user.user_validation import check_user
@@ -237,6 +238,7 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
     await plan.admission.started()
     async with allowed_network(job, "agent", sandbox):
         base_git = await base_git_of(job, sandbox, prepared)
+        await wait_until_healthy(sandbox, job.instance.environment.healthcheck)
         made = await _init(job, sandbox)
     metadata = made.stored_metadata if made is not None else None
     record = await _record(job, sandbox, started, base_git, metadata)
@@ -322,7 +324,8 @@ async def _refuse_what_cannot_run(job: Job) -> None:
     _check_mcp_hosts(job)
     check_row_hosts(job, "agent")
     check_row_hosts(job, "grade")
-    job.agent.launch(job.task(gateway_url="http://127.0.0.1", session_key=""))
+    workdir = instance.environment.workdir or "/"
+    job.agent.launch(job.task(workdir=workdir, gateway_url="http://127.0.0.1", session_key=""))
 
 
 def _check_mcp_hosts(job: Job) -> None:

@@ -287,7 +287,8 @@ async def _run_once(
     plan = job.grade_sandbox
     timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
     if (verifier := instance.grading.verifier) is not None:
-        patch, instance = b"", tests_instance(instance, verifier)
+        cwd = verifier.cwd or await plan.provider.image_workdir(verifier.environment.image or "")
+        patch, instance = b"", tests_instance(instance, verifier, cwd or "/")
     # A sandbox that an earlier try has used is not fresh.
     await plan.provider.kill(identity)
     spec = await grading_spec(job, timeout_s, job.labels("grade"), instance)

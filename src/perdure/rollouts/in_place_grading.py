@@ -55,7 +55,7 @@ async def _tested(job: Job, sandbox: Sandbox) -> Graded:
         timeout_s=job.request.grade_timeout_s or instance.grading.timeout_s,
     )
     # the graders look for a repository, which the agent may have removed
-    repository = f"{instance.environment.workdir}/.git"
+    repository = f"{sandbox.workdir}/.git"
     await sandbox.exec(["mkdir", "-p", "--", repository], cwd="/", check=True)
     async with allowed_network(job, "agent", sandbox) as asked:
         with (

@@ -340,6 +340,8 @@ class SandboxProvider(ABC):
     """False only for `local`, which logs a warning at each boot."""
     host_bound: bool = False
     """A sandbox is a process of this host, so only workers of this host can reach it."""
+    tells_workdir: bool = False
+    """Has `image_workdir`."""
     runs_images: bool = False
     """Makes sandboxes from `SandboxSpec.image`. If False, rows whose tree is in an image are refused."""
 
@@ -379,6 +381,11 @@ class SandboxProvider(ABC):
         Raises: ConfigurationError if the map of images is wrong.
         """
         return image
+
+    async def image_workdir(self, image: str) -> str:
+        """The folder in which containers of the image start; empty for `/`. Pulls the image if
+        necessary. Raises: as a pull."""
+        raise NotImplementedError
 
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:

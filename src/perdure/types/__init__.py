@@ -9,6 +9,7 @@ from perdure.types.base import Bytes, Frozen, Request
 from perdure.types.containers import Build, Healthcheck, SharedFolder, Sidecar
 from perdure.types.identifier_patterns import INSTANCE_REF, SLUG, InstanceRef, Slug, slugify
 from perdure.types.instances import (
+    Collect,
     CommittedTests,
     Environment,
     Grading,
@@ -113,6 +114,7 @@ __all__ = [
     "CalibrationState",
     "Caps",
     "Changeable",
+    "Collect",
     "CommittedTests",
     "Criterion",
     "EndedBy",

@@ -22,16 +22,20 @@ class Build(Frozen):
     key: str | None = None
     """Store key of the build context, a tar.gz with `Dockerfile` at its top."""
     timeout_s: float = Field(600.0, gt=0)
+    dockerfile: str = ""
+    """Its text, if the folder has none. The import adds it to the context and leaves this empty."""
 
 
 class Healthcheck(Frozen):
-    """A command that exits with 0 once the sidecar can be used. Defaults are Docker's."""
+    """A command that exits with 0 once the container can be used. Defaults are Docker's."""
 
     command: tuple[str, ...]
     interval_s: float = Field(30.0, gt=0)
     timeout_s: float = Field(30.0, gt=0)
     retries: int = Field(3, gt=0)
     start_period_s: float = Field(0.0, ge=0)
+    start_interval_s: float = Field(5.0, gt=0)
+    """Seconds between checks in the start period, for the sandbox's own container."""
 
     @property
     def limit_s(self) -> float:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, StringConstraints
 
 from perdure.types.base import Bytes, Frozen
-from perdure.types.containers import Build, SharedFolder, Sidecars
+from perdure.types.containers import Build, Healthcheck, SharedFolder, Sidecars
 from perdure.types.identifier_patterns import Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Phases
@@ -55,6 +55,7 @@ class Environment(Frozen):
     install: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str = "/testbed"
+    """Empty: the WORKDIR of `image`."""
     remove: tuple[str, ...] = ()
     """Absolute paths in the image that would reveal the tests or the fix. Every sandbox removes
     them before the agent or the tests start."""
@@ -62,6 +63,8 @@ class Environment(Frozen):
     """Containers next to the sandbox's own, such as a database, by the name that reaches them."""
     folders: tuple[SharedFolder, ...] = ()
     """Folders that the sandbox's own container shares with sidecars."""
+    healthcheck: Healthcheck | None = None
+    """Must pass in the agent's sandbox before the agent starts."""
 
     @property
     def containers(self) -> "tuple[Environment, ...]":
@@ -93,9 +96,17 @@ class Verifier(Frozen):
 
     environment: Environment
     cwd: str
-    """The folder in which the tests start."""
+    """The folder in which the tests start. Empty: the WORKDIR of the image."""
     has_tests: bool
     """Its image contains the tests; otherwise `Grading.files` are written as usual."""
+
+
+class Collect(Frozen):
+    """A shell command that runs in the agent's sandbox when the agent has ended, before the artifacts
+    are taken. As in Harbor, its failure changes nothing."""
+
+    command: str
+    timeout_s: float = Field(60.0, gt=0)
 
 
 class Twin(Frozen):
@@ -173,10 +184,11 @@ class Grading(Frozen):
     """Globs of paths that are dropped from a model's diff, such as `Lib/test/*`."""
     timeout_s: float = 1800.0
     verifier: Verifier | None = None
-    """For `reward_file`. None: the tests run in the instance's environment, with the diff."""
+    """For `reward_file`. None: the tests run in the instance's environment."""
+    collect: tuple[Collect, ...] = ()
     in_place: bool = False
-    """The tests run in the agent's own sandbox, after its processes have ended. So they see what it
-    left outside the tree, such as the content of a database."""
+    """The tests run in the agent's own sandbox. So they see what it left outside the tree, such as
+    the content of a database or a server that still runs."""
     twin_draws: tuple[TwinDraw, ...] = ()
     """The draws that calibration has proven. Each grading picks one per pair."""
     canary: bool = False

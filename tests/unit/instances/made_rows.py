@@ -138,7 +138,7 @@ def write_harbor(folder: Path, image: str, workdir: str = "/app", more: str = ""
     """Write a Harbor task that gives half a reward for each of two checks of calc.py."""
     files = {
         "instruction.md": "add() subtracts.\n",
-        "task.toml": HARBOR.format(image=image) + more,
+        "task.toml": HARBOR.format(image=image, workdir=workdir) + more,
         "environment/Dockerfile": f"FROM python:3.11\nWORKDIR {workdir}\nCOPY . .\n",
         "tests/test.sh": "#!/bin/bash\npython3 /tests/check.py >/logs/verifier/reward.txt\n",
         "tests/check.py": CHECK,
@@ -164,6 +164,7 @@ timeout_sec = 60.0
 
 [environment]
 docker_image = "{image}"
+workdir = "{workdir}"
 cpus = 1
 memory_mb = 2048
 storage = "1G"

@@ -14,6 +14,7 @@ from perdure.instances.rows.row_conversion import to_instance
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.settings_tree import Settings
+from perdure.stack import home_providers
 from perdure.storage.local_store import LocalStore
 from perdure.types import Healthcheck, Instance, SharedFolder, Sidecar
 from tests.unit.instances.made_rows import write_compose, write_harbor
@@ -216,6 +217,17 @@ def test_a_separate_verifier_gets_services_of_its_own(tmp_path: Path) -> None:
     assert instance.grading.verifier is not None
     assert instance.grading.verifier.environment.sidecars == instance.environment.sidecars
     assert not instance.grading.in_place
+
+
+@pytest.mark.parametrize("more", ["", '[verifier.environment]\ndocker_image = "t:1"\n'])
+def test_a_provider_that_tells_no_workdir_refuses_before_the_run(tmp_path: Path, more: str) -> None:
+    """Of the agent's image or of the verifier's, if the task names none."""
+    folder = write_harbor(tmp_path / "add", "img:1", "/app" if more else "", more=more)
+    settings = Settings(home=tmp_path / "home")
+
+    with pytest.raises(ConfigurationError, match="WORKDIR of its image, which --sandbox apptainer"):
+        check_image(read(folder), home_providers.provider(settings, "apptainer"))
+    check_image(read(folder), home_providers.provider(settings, "podman"))
 
 
 @pytest.mark.parametrize(

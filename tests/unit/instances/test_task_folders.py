@@ -15,7 +15,16 @@ from perdure.instances import base_trees, build_contexts, instance_catalog
 from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_import import import_rows
 from perdure.storage.local_store import LocalStore
-from perdure.types import Build, Instance, LimitChanges, McpServer, Sampling, SourceKind
+from perdure.types import (
+    Build,
+    Collect,
+    Healthcheck,
+    Instance,
+    LimitChanges,
+    McpServer,
+    Sampling,
+    SourceKind,
+)
 from tests.unit.instances.made_rows import write_compose, write_harbor
 
 PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\r\n+b\r\n"
@@ -82,8 +91,9 @@ def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
     [
         ('\n[[steps]]\nname = "a"\n', "`steps`"),
         ("\n[more]\na = 1\n", "`more`"),
-        ('\n[environment.healthcheck]\ncommand = "x"\n', "`environment.healthcheck`"),
-        ("gpus = 1\n", "`environment.gpus = 1`, only 0"),
+        ("\n[environment.healthcheck]\nretries = 2.5\n", "`environment.healthcheck`: retries"),
+        ("gpus = 100\n", "`environment.gpus`: 'any:100'"),
+        ('skills_dir = "/s"\n', "`environment.skills_dir`: COPY the skills"),
         ('os = "windows"\n', "`environment.os = 'windows'`, only 'linux'"),
         ('network_mode = "private"\n', "only 'public' and 'no-network' and 'allowlist'"),
         ('allowed_hosts = ["a.example"]\n', "`environment.allowed_hosts` needs `network_mode"),
@@ -117,7 +127,7 @@ def test_a_list_of_hosts_is_the_phases_own_or_its_environments(tmp_path: Path) -
 
 
 def test_all_that_is_not_done_is_refused_at_once(tmp_path: Path) -> None:
-    more = 'gpus = 1\nos = "windows"\n\n[[steps]]\nname = "a"\n'
+    more = 'gpus = -1\nos = "windows"\n\n[[steps]]\nname = "a"\n'
     folder = write_harbor(tmp_path / "add", "", more=more)
     write_compose(folder, "services: {db: {image: 'db:1', privileged: true, volumes: ['/d:/d']}}")
 
@@ -299,7 +309,6 @@ def test_leading_canaries_are_not_shown(tmp_path: Path, begins: str, shown: str)
     [
         ("trajectory.json", "trajectory.json continues"),
         ("tests/data/.harborignore", ".harborignore leaves out files"),
-        ("environment/data.txt", "Harbor copies its environment folder into"),
     ],
 )
 def test_files_that_harbor_uses_and_perdure_does_not(tmp_path: Path, file: str, said: str) -> None:
@@ -322,19 +331,105 @@ def test_the_tests_may_be_only_in_their_image(tmp_path: Path) -> None:
     RewardFileGrader().validate(instance)
 
 
-def test_a_verifiers_image_without_its_workdir_is_refused(tmp_path: Path) -> None:
-    """Tests that start elsewhere than in Harbor would fail, and look like a verdict."""
+def test_an_images_own_workdir_is_read_when_it_runs(tmp_path: Path) -> None:
+    """As in Harbor, the Dockerfile beside a `docker_image` counts for nothing."""
     image = '[verifier.environment]\ndocker_image = "t:1"\n'
-    folder = write_harbor(tmp_path / "add", "img:1", more=image)
+    folder = write_harbor(tmp_path / "add", "img:1", "", more=image)
+    (folder / "environment/Dockerfile").write_text("FROM a\nWORKDIR /other\nUSER b\n")
+    instance = read(folder)
 
-    with pytest.raises(InstanceError, match=r"`verifier.environment.workdir`"):
-        read(folder)
+    assert instance.environment.workdir == ""
+    assert instance.grading.verifier is not None
+    assert instance.grading.verifier.cwd == ""
+
+
+async def test_files_beside_an_image_are_copied_into_its_workdir(tmp_path: Path) -> None:
+    """As in Harbor, if there is neither a Dockerfile nor a compose file."""
+    folder = write_harbor(tmp_path / "tasks/add", "img:1", "/work")
+    (folder / "environment/Dockerfile").unlink()
+    (folder / "environment/data.txt").write_text("d")
+    store = LocalStore(tmp_path / "store")
+    (ref,) = (await import_rows(store, folder)).refs
+    build = (await instance_catalog.load(store, ref)).environment.build
+
+    assert build is not None
+    assert build.key is not None
+    base_trees.unpack((await store.get(build.key)).data, tmp_path / "context")
+    text = (tmp_path / "context/Dockerfile").read_text()
+    assert text == "FROM img:1\nWORKDIR /work\nCOPY . .\n"
+    assert (tmp_path / "context/data.txt").read_text() == "d"
+    assert "Dockerfile" in (tmp_path / "context/.dockerignore").read_text().splitlines()
+
+
+def test_a_shared_verifier_tests_the_agents_own_sandbox(tmp_path: Path) -> None:
+    """Unless agent and tests reach different hosts. A separate one never does."""
+    folder = write_harbor(tmp_path / "add", "img:1")
+    shared = read(folder).grading.in_place
+    task = (folder / "task.toml").read_text()
+    hosts = '[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.example"]'
+    (folder / "task.toml").write_text(task.replace("[verifier]", hosts))
+    other_hosts = read(folder).grading.in_place
+    mode = '[verifier]\nenvironment_mode = "separate"'
+    (folder / "task.toml").write_text(task.replace("[verifier]", mode))
+
+    assert (shared, other_hosts, read(folder).grading.in_place) == (True, False, False)
+
+
+def test_a_health_check_gpus_and_commands_that_collect_are_read(tmp_path: Path) -> None:
+    more = """gpus = 2
+gpu_types = ["H100", "A100"]
+
+[environment.healthcheck]
+command = "ready"
+start_period_sec = 9
+retries = 2
+
+[[verifier.collect]]
+command = "dump"
+
+[[verifier.collect]]
+command = "sync"
+service = "main"
+timeout_sec = 3
+"""
+    instance = read(write_harbor(tmp_path / "add", "img:1", more=more))
+
+    assert instance.environment.healthcheck == Healthcheck(
+        command=("bash", "-c", "ready"), interval_s=5, timeout_s=30, retries=2, start_period_s=9
+    )
+    assert instance.phases.agent.limits.gpu == "H100:2"
+    assert instance.grading.collect == (
+        Collect(command="dump"),
+        Collect(command="sync", timeout_s=3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ('command = "x"\nservice = "db"\n', "another container, db"),
+        ('command = "x"\nuser = "db"\n', "`user = 'db'`, only 'root'"),
+        ("timeout_sec = 3\n", "command"),
+    ],
+)
+def test_commands_that_cannot_collect_are_refused(tmp_path: Path, entry: str, said: str) -> None:
+    with pytest.raises(InstanceError, match=f"`verifier.collect`.*{said}"):
+        read(write_harbor(tmp_path / "add", "img:1", more=f"\n[[verifier.collect]]\n{entry}"))
+
+
+@pytest.mark.parametrize("folder", ["environment", "tests"])
+def test_an_image_of_another_user_is_refused(tmp_path: Path, folder: str) -> None:
+    task = separate(write_harbor(tmp_path / "add", ""), "")
+    (task / folder / "Dockerfile").write_text("FROM a\nUSER root\nWORKDIR /b\nUSER agent:agent\n")
+
+    with pytest.raises(InstanceError, match=f"USER of {folder}/Dockerfile is 'agent:agent'"):
+        read(task)
 
 
 def test_an_image_is_built_from_the_dockerfile(tmp_path: Path) -> None:
     """Without `docker_image`. One WORKDIR may be relative to another; other stages' do not count."""
     more = "build_timeout_sec = 90\n"
-    folder = write_harbor(tmp_path / "add", "", more=more)
+    folder = write_harbor(tmp_path / "add", "", "", more=more)
     (folder / "environment/Dockerfile").write_text(
         'FROM a AS b\nWORKDIR /b\nFROM b\nworkdir "/srv"\nWORKDIR app\n'
     )
@@ -345,19 +440,19 @@ def test_an_image_is_built_from_the_dockerfile(tmp_path: Path) -> None:
     assert environment.workdir == "/srv/app"
 
 
-@pytest.mark.parametrize(
-    ("dockerfile", "said"),
-    [(None, "no environment/Dockerfile and no"), ("FROM a\nWORKDIR $X\n", "no absolute WORKDIR")],
-)
-def test_a_dockerfile_that_cannot_be_used_is_refused(
-    tmp_path: Path, dockerfile: str | None, said: str
-) -> None:
+def test_a_task_without_any_image_is_refused(tmp_path: Path) -> None:
     folder = write_harbor(tmp_path / "add", "")
-    file = folder / "environment/Dockerfile"
-    file.unlink() if dockerfile is None else file.write_text(dockerfile)
+    (folder / "environment/Dockerfile").unlink()
 
-    with pytest.raises(InstanceError, match=said):
+    with pytest.raises(InstanceError, match="no environment/Dockerfile and no"):
         read(folder)
+
+
+def test_the_workdir_of_a_dockerfile_may_depend_on_its_base(tmp_path: Path) -> None:
+    folder = write_harbor(tmp_path / "add", "", "")
+    (folder / "environment/Dockerfile").write_text("FROM a\nWORKDIR $X\n")
+
+    assert read(folder).environment.workdir == ""
 
 
 async def test_the_import_stores_the_build_context_by_its_content(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """Grades as Harbor does: `/tests/test.sh` writes an object of numbers into
 `/logs/verifier/reward.json`, as rewardkit does, or a number into `reward.txt`.
 
-Harbor tests the sandbox in which the agent worked. Perdure does so only for tasks with sidecars and
-a shared verifier. It tests others in a fresh sandbox, which gets the artifacts and, unless the
-verifier is separate, the diff. Code under test can write the reward file too: like
+Tests of a shared verifier run in the sandbox in which the agent worked, as in Harbor. Those of a
+separate one run in a fresh sandbox, which gets the artifacts. Code under test can write the reward file too: like
 `eval_cmd`, this protocol suits only tasks whose tests guard themselves.
 """
 
@@ -50,9 +49,13 @@ class RewardFileGrader(ProtocolGrader):
         return run.log, None
 
 
-def tests_instance(instance: Instance, verifier: Verifier) -> Instance:
-    """The instance with the environment of its verifier."""
-    return instance.model_copy(update={"environment": verifier.environment, "base_commit": None})
+def tests_instance(instance: Instance, verifier: Verifier, cwd: str) -> Instance:
+    """The instance with the environment of its verifier, whose tests start in `cwd`."""
+    grading = instance.grading.model_copy(
+        update={"verifier": verifier.model_copy(update={"cwd": cwd})}
+    )
+    own = {"environment": verifier.environment, "base_commit": None, "grading": grading}
+    return instance.model_copy(update=own)
 
 
 async def _make_folders(sandbox: Sandbox, instance: Instance) -> None:

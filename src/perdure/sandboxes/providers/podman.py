@@ -81,6 +81,7 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
 
     name = "podman"
     runs_images = True
+    tells_workdir = True
     has_build_proxy = True
 
     def check(self) -> Sequence[str]:
@@ -207,6 +208,11 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
     async def local_images(self) -> Collection[str]:
         listed = json.loads(await asyncio.to_thread(_run, "images", "--format", "json"))
         return {name for image in listed for name in image.get("Names") or ()}
+
+    async def image_workdir(self, image: str) -> str:
+        found = await self._present(self.image_used_for(image))
+        form = ("--format", "{{.Config.WorkingDir}}")
+        return (await asyncio.to_thread(_run, "image", "inspect", *form, found)).strip()
 
     async def image_size(self, name: str) -> int | None:
         return await asyncio.to_thread(_size, name)

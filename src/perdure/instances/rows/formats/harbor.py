@@ -3,9 +3,9 @@ solution/.
 
 The image is the task's `docker_image`, or is built from its Dockerfile. Its tree becomes a
 repository of one commit, so that the agent's change is a diff. Tests of a `separate` verifier see
-the artifacts in their own environment. Others see the diff in a fresh sandbox or, if the task has a
-docker-compose.yaml, the sandbox and the services that the agent used. A task that needs
-unsupported features is refused, with all of them in one message. `network_mode = "public"`,
+the artifacts in their own environment. Others run in the agent's sandbox or, if they reach other
+hosts than the agent, in a fresh one with its diff and artifacts. A task that needs unsupported
+features is refused, with all of them in one message. `network_mode = "public"`,
 Harbor's default, permits a network; Perdure gives none. With "allowlist", agent and tests reach the
 listed hosts, if the worker's settings permit them.
 """
@@ -27,8 +27,10 @@ from perdure.instances.rows.row_fields import Row
 from perdure.sandboxes.image_builds import DOCKERFILE
 from perdure.types import (
     Build,
+    Collect,
     Environment,
     Grading,
+    Healthcheck,
     Instance,
     LimitChanges,
     McpServer,
@@ -41,6 +43,8 @@ from perdure.types import (
     slugify,
 )
 from perdure.types.allowed_hosts import allowed_hosts
+from perdure.types.containers import MAIN
+from perdure.types.resource_limits import GPU
 from perdure.types.validation_errors import faults
 
 FOLDER = ".perdure-tests"
@@ -52,8 +56,6 @@ ONE_COMMIT = (
     "-c user.email=perdure@localhost commit -q --allow-empty -m base; }"
 )
 BUILD_TIMEOUT_S = 600.0
-DEFAULT_WORKDIR = "/app"
-"""The workdir of an image whose Dockerfile sets none."""
 TESTS_WORKDIR = "/tmp"
 """The workdir of a separate verifier's sandbox, in which no diff is applied."""
 ARTIFACTS_FOLDER = "/logs/artifacts"
@@ -63,9 +65,9 @@ PERMITS_NETWORK = "permits_network"
 UNITS = {"M": 1, "G": 1 << 10, "T": 1 << 20}
 ENVIRONMENT_KEYS = (
     "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
-    "storage_mb storage allow_internet network_mode allowed_hosts gpus"
+    "storage_mb storage allow_internet network_mode allowed_hosts gpus gpu_types"
 )
-AGENT_KEYS = "mcp_servers"
+AGENT_KEYS = "mcp_servers healthcheck"
 """Keys of `environment` that a separate verifier's does not have."""
 SERVERS = TypeAdapter(McpServers)
 COMPOSED = {"environment": "environment", "tests": "verifier.environment"}
@@ -75,13 +77,23 @@ SUPPORTED_KEYS: Mapping[str, str] = {
         "version schema_version task metadata source multi_step_reward_strategy artifacts "
         "verifier agent environment solution"
     ),
-    "verifier": "timeout_sec env environment_mode environment network_mode allowed_hosts user",
+    "verifier": "timeout_sec env environment_mode environment network_mode allowed_hosts user collect",
     "agent": "timeout_sec network_mode allowed_hosts user",
     "environment": f"{ENVIRONMENT_KEYS} {AGENT_KEYS}",
     "verifier.environment": ENVIRONMENT_KEYS,
     "solution": "env",
 }
 """Supported keys, by table. `task` and `metadata` describe the task and may hold anything."""
+REASONS: Mapping[str, str] = {
+    "steps": "a rollout has one instruction and one verdict",
+    "environment.skills_dir": "COPY the skills to where the agent looks for them",
+    "environment.tpu": "no sandbox has one",
+    "verifier.environment.tpu": "no sandbox has one",
+    "verifier.environment.healthcheck": "Harbor ignores it too: remove it",
+    "verifier.environment.skills_dir": "Harbor ignores it too: remove it",
+    "verifier.environment.mcp_servers": "Harbor ignores it too: remove it",
+}
+"""Why Perdure refuses keys that Harbor knows."""
 ALLOWLIST = "allowlist"
 NETWORK_MODES = ("public", "no-network", ALLOWLIST)
 SUPPORTED_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -92,10 +104,8 @@ SUPPORTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "agent.user": ("root", 0),
     "environment.network_mode": NETWORK_MODES,
     "environment.os": ("linux",),
-    "environment.gpus": (0,),
     "verifier.environment.network_mode": NETWORK_MODES,
     "verifier.environment.os": ("linux",),
-    "verifier.environment.gpus": (0,),
 }
 """Supported values of keys that allow others in Harbor."""
 
@@ -109,7 +119,9 @@ def to_instance(row: Row, dataset: str) -> Instance:
     problems = [problem for one in composed.values() for problem in one.problems]
     if problems := [*_unsupported(folder, task, tables), *problems]:
         raise row.refused("Perdure cannot run this Harbor task: " + "; ".join(problems))
-    own = _environment(folder / "environment", tables["environment"], composed["environment"])
+    place, table = folder / "environment", tables["environment"]
+    has_files = _has_files(place, table)
+    own = _environment(place, table, composed["environment"], has_files=has_files)
     return Instance(
         instance_id=slugify(folder.name),
         dataset=dataset,
@@ -161,7 +173,11 @@ def _unsupported(
         f"{name}.{key}".lstrip(".") for name, keys in SUPPORTED_KEYS.items() for key in keys.split()
     }
     names = [*(key for key in task if key not in tables), *values]
-    problems = [f"it does not support `{name}`" for name in names if name not in known]
+    problems = [
+        f"it does not support `{name}`" + (f": {REASONS[name]}" if name in REASONS else "")
+        for name in names
+        if name not in known
+    ]
     problems += [
         f"it does not support `{name} = {value!r}`, only {' and '.join(map(repr, allowed))}"
         for name, allowed in SUPPORTED_VALUES.items()
@@ -175,6 +191,9 @@ def _unsupported(
     ]
     problems += _mcp_servers(tables["environment"])[1]
     problems += [problem for name, table in tables.items() if (problem := _bad_hosts(name, table))]
+    problems += _healthcheck(tables["environment"])[1]
+    problems += _collect(tables["verifier"])[1]
+    problems += [problem for name, one in tables.items() if (problem := _gpu(name, one)[1])]
     problems += _in_place_problems(folder, tables)
     if not _has_tests(folder, tables) and not (folder / "tests" / "test.sh").is_file():
         problems.append("it has no tests/test.sh, which writes the reward")
@@ -199,12 +218,17 @@ def _in_place_problems(folder: Path, tables: Mapping[str, Mapping[str, Any]]) ->
     """What differs between agent and tests, if both use the same containers."""
     if _is_separate(tables) or not (folder / "environment" / compose_file.NAME).is_file():
         return []
-    own = tables["environment"]
-    if _listed(tables["verifier"], own) == _listed(tables["agent"], own):
+    if _same_network(tables):
         return []
     return [
         "its agent and its tests reach different hosts, but share one sandbox with its services"
     ]
+
+
+def _same_network(tables: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether agent and tests reach the same hosts."""
+    own = tables["environment"]
+    return _listed(tables["verifier"], own) == _listed(tables["agent"], own)
 
 
 def _build_timeout(table: Mapping[str, Any]) -> float:
@@ -228,23 +252,16 @@ def _bad_hosts(name: str, table: Mapping[str, Any]) -> str:
 def _image_problems(
     folder: Path, task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    environment, place = tables["environment"], folder / "environment"
-    if not (place / DOCKERFILE).is_file():
-        if not environment.get("docker_image"):
-            return ["it has no environment/Dockerfile and no `environment.docker_image`"]
-        if place.is_dir() and any(place.iterdir()) and not (place / compose_file.NAME).is_file():
-            return [
-                "Harbor copies its environment folder into the image's workdir: add an "
-                "environment/Dockerfile with FROM, WORKDIR and COPY, and remove `docker_image`"
-            ]
-    workdir = environment.get("workdir") or _workdir(place)
-    if not workdir and not environment.get("docker_image"):
-        return ["its Dockerfile sets no absolute WORKDIR: add one, or `environment.workdir`"]
-    problems, verifier = [], tables["verifier.environment"]
-    if verifier.get("docker_image") and not verifier.get("workdir"):
-        problems.append(
-            "its tests start in the WORKDIR of their image: name it in `verifier.environment.workdir`"
-        )
+    place, problems = folder / "environment", []
+    if not (place / DOCKERFILE).is_file() and not tables["environment"].get("docker_image"):
+        return ["it has no environment/Dockerfile and no `environment.docker_image`"]
+    for name, table in COMPOSED.items():
+        user = "" if tables[table].get("docker_image") else _last(folder / name, "USER")
+        if user.split(":")[0] not in ("", "root", "0"):
+            problems.append(
+                f"the USER of {name}/Dockerfile is {user!r}, but sandboxes run images as root: "
+                "remove it, and leave the files to root"
+            )
     for path, artifact in _artifacts(task).items():
         if artifact.get("service", "main") != "main":
             problems.append(f"`artifacts`: {path} is in another container")
@@ -275,19 +292,78 @@ def _environment(
     folder: Path,
     table: Mapping[str, Any],
     composed: ComposeFile,
-    workdir: str = DEFAULT_WORKDIR,
+    *,
+    has_files: bool = False,
 ) -> Environment:
-    """`folder`: the build context. As in Harbor, `docker_image` takes precedence over it."""
-    image = table.get("docker_image")
-    build = Build(path=str(folder.absolute()), timeout_s=_build_timeout(table))
+    """`folder`: the build context. As in Harbor, `docker_image` takes precedence over it.
+    `has_files`: the folder's files are copied into the workdir of `docker_image`."""
+    image, workdir = table.get("docker_image"), table.get("workdir", "")
+    dockerfile = ""
+    if has_files:
+        dockerfile = f"FROM {image}\n{f'WORKDIR {workdir}' if workdir else ''}\nCOPY . .\n"
+        image = None
+    build = Build(
+        path=str(folder.absolute()), timeout_s=_build_timeout(table), dockerfile=dockerfile
+    )
     return Environment(
         image=image,
         build=None if image else build,
-        workdir=table.get("workdir") or _workdir(folder) or workdir,
+        workdir=workdir or ("" if image else _workdir(folder)),
         env={**composed.env, **_env(table)},
         sidecars=composed.sidecars,
         folders=composed.folders,
+        healthcheck=_healthcheck(table)[0],
     )
+
+
+def _has_files(folder: Path, table: Mapping[str, Any]) -> bool:
+    """Whether Harbor copies the folder into the workdir of `docker_image`."""
+    if not table.get("docker_image") or not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    return not any((folder / name).exists() for name in (DOCKERFILE, compose_file.NAME))
+
+
+def _healthcheck(table: Mapping[str, Any]) -> tuple[Healthcheck | None, list[str]]:
+    """The check of the agent's container, and what is wrong with it."""
+    given = dict(table.get("healthcheck", {}))
+    if not given:
+        return None, []
+    command = ("bash", "-c", str(given.pop("command", "")))
+    defaults = {"interval_sec": 5.0, "timeout_sec": 30.0}
+    times = {key.removesuffix("ec"): value for key, value in {**defaults, **given}.items()}
+    try:
+        return Healthcheck.model_validate({"command": command, **times}), []
+    except ValidationError as error:
+        return None, [f"`environment.healthcheck`: {faults(error)}"]
+
+
+def _collect(table: Mapping[str, Any]) -> tuple[tuple[Collect, ...], list[str]]:
+    """The commands that run before the artifacts are taken, and what is wrong with others."""
+    found, problems = [], []
+    for entry in table.get("collect", []):
+        given = dict(entry)
+        if (service := given.pop("service", MAIN)) != MAIN:
+            problems.append(f"`verifier.collect`: a command runs in another container, {service}")
+        if (user := given.pop("user", "root")) not in ("root", 0):
+            problems.append(
+                f"`verifier.collect`: it does not support `user = {user!r}`, only 'root'"
+            )
+        if "timeout_sec" in given:
+            given["timeout_s"] = given.pop("timeout_sec")
+        try:
+            found.append(Collect.model_validate(given))
+        except ValidationError as error:
+            problems.append(f"`verifier.collect`: {faults(error)}")
+    return tuple(found), problems
+
+
+def _gpu(name: str, table: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The limit `gpu`, and what is wrong with it. As in Harbor, any type will do if none is named."""
+    count, types = table.get("gpus") or 0, table.get("gpu_types") or ["any"]
+    gpu = f"{types[0]}:{count}"
+    if not count or re.fullmatch(GPU, gpu):
+        return (gpu if count else None), ""
+    return None, f"`{name}.gpus`: {gpu!r} is not a type and a number from 1 to 99"
 
 
 def _mcp_servers(table: Mapping[str, Any]) -> tuple[dict[str, McpServer], list[str]]:
@@ -330,13 +406,22 @@ def _text(row: Row, folder: Path, name: str) -> str:
 
 def _workdir(folder: Path) -> str:
     """The WORKDIR of the Dockerfile's last stage; empty if that depends on its base image."""
+    path = posixpath.join("", *_values(folder, "WORKDIR"))
+    return path if path.startswith("/") and "$" not in path else ""
+
+
+def _last(folder: Path, instruction: str) -> str:
+    return next(reversed(_values(folder, instruction)), "")
+
+
+def _values(folder: Path, instruction: str) -> list[str]:
+    """The values of this instruction in the Dockerfile's last stage."""
     dockerfile = folder / DOCKERFILE
     text = dockerfile.read_text(errors="replace") if dockerfile.is_file() else ""
-    last = re.split(r"^\s*FROM\s", text, flags=re.MULTILINE | re.IGNORECASE)[-1]
-    path = ""
-    for found in re.finditer(r"^\s*WORKDIR\s+(.+?)\s*$", last, re.MULTILINE | re.IGNORECASE):
-        path = posixpath.join(path, found[1].strip("\"'"))
-    return path if path.startswith("/") and "$" not in path else ""
+    flags = re.MULTILINE | re.IGNORECASE
+    last = re.split(r"^\s*FROM\s", text, flags=flags)[-1]
+    found = re.findall(rf"^\s*{instruction}\s+(.+?)\s*$", last, flags)
+    return [value.strip("\"'") for value in found]
 
 
 def _instruction(text: str) -> str:
@@ -364,7 +449,8 @@ def _grading(
         pre_commands=(ONE_COMMIT, f"mkdir -p {ARTIFACTS_FOLDER}"),
         timeout_s=float(table.get("timeout_sec", 600.0)),
         verifier=verifier,
-        in_place=verifier is None and bool(own.sidecars),
+        collect=_collect(table)[0],
+        in_place=verifier is None and _same_network(tables),
     )
 
 
@@ -377,7 +463,7 @@ def _verifier(
     if not _is_separate(tables):
         return None
     table, has_tests = tables["verifier.environment"], _has_tests(folder, tables)
-    found = _environment(folder / "tests", table, composed, "/") if has_tests else own
+    found = _environment(folder / "tests", table, composed) if has_tests else own
     env = {**(_env(table) if table else found.env), **_env(tables["verifier"])}
     return Verifier(
         environment=found.model_copy(update={"env": env, "workdir": TESTS_WORKDIR}),
@@ -435,6 +521,7 @@ def _limits(environment: Mapping[str, Any]) -> LimitChanges:
         cpus=environment.get("cpus"),
         memory_mb=_megabytes(environment, "memory"),
         disk_mb=_megabytes(environment, "storage"),
+        gpu=_gpu("", environment)[0],
     )
 
 

@@ -177,6 +177,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
     calls need a relay, unless `PERDURE_DOCKER__NETWORK` names a network of the engine."""
 
     name = "docker"
+    tells_workdir = True
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -390,6 +391,11 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             )
             self._ids[name] = time.monotonic() + IMAGE_STAYS_S, found
         return found
+
+    async def image_workdir(self, image: str) -> str:
+        form = ("--format", "{{.Config.WorkingDir}}")
+        found = await self._present(self.image_used_for(image))
+        return await docker_cli.done("image", "inspect", *form, found, seconds=REQUEST_S)
 
     async def _image(self, name: str) -> str | None:
         said = await docker_cli.call(
