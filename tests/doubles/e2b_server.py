@@ -141,6 +141,8 @@ class E2BServer(E2BTemplates):
             "template": body["templateID"],
             "metadata": body.get("metadata") or {},
             "env": body.get("envVars") or {},
+            "internet": body.get("allow_internet_access"),
+            "network": body.get("network"),
             "started": now,
             "ends": now + (body.get("timeout") or 15),
             "token": uuid4().hex,

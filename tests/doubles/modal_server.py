@@ -328,6 +328,8 @@ class ModalServer(ModalImages):
             "memory_mb": asked.resources.memory_mb_max or LIMITS.memory_mb,
             "cpus": asked.resources.milli_cpu_max / 1000 or LIMITS.cpus,
             "network": asked.network_access.network_access_type,
+            "cidrs": list(asked.network_access.allowed_cidrs),
+            "domains": list(asked.network_access.allowed_domains),
             "tags": _tags(request.tags),
             "created": now,
             "ends": now + asked.timeout_secs,

@@ -5,18 +5,28 @@ The base image has this host's programs, without git.
 """
 
 import asyncio
+import base64
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from perdure.cli.main import invoke
-from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError, PerdureError
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    InstanceError,
+    PerdureError,
+    RetryHere,
+)
 from perdure.instances import build_contexts, instance_catalog
 from perdure.instances.environment_builder import LAST_USES, Environments, check_image
 from perdure.instances.image_preparation import missing_images, prune
@@ -216,7 +226,7 @@ async def test_a_build_has_no_network_but_the_index(bench: Bench, tmp_path: Path
     image."""
     line = (
         'SHELL ["/bin/bash", "-c"]\nRUN cat /proc/net/dev; echo proxy=$https_proxy; '
-        "exec 3<>/dev/tcp/127.0.0.1/18001; "
+        "exec 3<>/dev/tcp/127.0.0.1/18002; "
         r"printf 'CONNECT example.org:443 HTTP/1.1\r\n\r\n' >&3; head -1 <&3; exit 9"
         "\n"
     )
@@ -225,9 +235,26 @@ async def test_a_build_has_no_network_but_the_index(bench: Bench, tmp_path: Path
     told = str(await failure(bench, instance, network=Network.INDEX))
 
     assert "builds can reach only the package index, but this one asked for example.org" in told
-    assert "proxy=http://127.0.0.1:18001" in told
+    assert "proxy=http://127.0.0.1:18002" in told
     assert "HTTP/1.1 403" in told
     assert "eth" not in told
+
+
+async def test_a_build_reaches_its_own_list(bench: Bench, tmp_path: Path) -> None:
+    """A listed host is connected to, whose server is away here; another one is refused."""
+    line = (
+        'SHELL ["/bin/bash", "-c"]\nRUN for place in 127.0.0.1:9 127.0.0.2:9; do '
+        "exec 3<>/dev/tcp/127.0.0.1/18002; "
+        r"printf 'CONNECT %s HTTP/1.1\r\n\r\n' $place >&3; head -1 <&3; done; exit 9"
+        "\n"
+    )
+    instance = await bench.instance(tmp_path / "context", line)
+    with pytest.raises(RetryHere) as failed:
+        await bench.environments().prepare(
+            instance, network=Network.LISTED, allowed_hosts=("127.0.0.1:9",)
+        )
+
+    assert re.findall(r"HTTP/1.1 (\d+)", str(failed.value)) == ["502", "403"]
 
 
 async def test_without_a_network_the_error_says_so(bench: Bench, tmp_path: Path) -> None:
@@ -467,30 +494,68 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DockerPr
         pytest.skip(missing)
     with docker_engine.running("overlay2") as address:
         monkeypatch.setenv("DOCKER_HOST", address)
+        monkeypatch.setenv("PERDURE_DOCKER__IMAGE", docker_engine.IMAGE)
         yield DockerProvider(Settings(home=tmp_path / "home"))
 
 
 async def test_docker_builds_too(docker: DockerProvider, tmp_path: Path) -> None:
     """A good image boots, a failing build is the task's fault, and a build that hangs ends at its
-    limit."""
+    limit. A build reaches its own list of hosts and the package index, and no other host."""
     bench = Bench(tmp_path / "home")
     environments = Environments(bench.settings.home / "environments", bench.store, docker)
 
-    async def built(name: str, lines: str, timeout_s: float = 60) -> SandboxSpec:
+    async def built(
+        name: str, lines: str, timeout_s: float = 60, hosts: tuple[str, ...] = ()
+    ) -> SandboxSpec:
         made = await bench.instance(tmp_path / name, lines, timeout_s, base=docker_engine.IMAGE)
-        prepared = await environments.prepare(made)
+        network = Network.LISTED if hosts else Network.INDEX
+        prepared = await environments.prepare(made, network=network, allowed_hosts=hosts)
         return SandboxSpec(prepared.workdir, image=prepared.image)
 
     async with await docker.create(await built("good", "RUN touch /made\n"), "box") as box:
         seen = (await box.exec("ls /made", check=True, cwd="/")).stdout
-    with pytest.raises(InstanceError, match=r"(?s)non-zero code: 7.*no network") as failed:
+    with pytest.raises(InstanceError, match=r"(?s)non-zero code: 7") as failed:
         await built("bad", "RUN echo cannot compile; exit 7\n")
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"127.0.0.1:{server.server_port}"
+        fetched = await built("listed", fetching(f"http://{here}/"), hosts=(here,))
+        with pytest.raises(
+            InstanceError, match=r"asked for 127\.0\.0\.1:\d+, 198\.51\.100\.7\. To"
+        ):
+            await built("other", fetching(f"http://{here}/", "http://198.51.100.7/"))
+        server.shutdown()
+    async with await docker.create(fetched, "fetched") as box:
+        page = (await box.exec("cat /page; env", check=True, cwd="/")).stdout
     with pytest.raises(InstanceError, match="more than `build_timeout_sec` = 3 s"):
         await built("slow", "RUN sleep 601\n", timeout_s=3)
 
     assert seen == b"/made\n"
+    assert b"Directory listing" in page
+    assert b"proxy" not in page.lower()
+    assert not docker_engine.docker(os.environ["DOCKER_HOST"], "ps", "--all", "--quiet").split()
     assert "cannot compile" in str(failed.value)
     assert not running("sleep", "601")
+
+
+FETCH = """
+import sys, urllib.request
+page, failed = b"", False
+for url in sys.argv[1:]:
+    try:
+        page += urllib.request.urlopen(url).read()
+    except OSError:
+        failed = True
+open("/page", "wb").write(page)
+sys.exit(failed)
+"""
+
+
+def fetching(*urls: str) -> str:
+    """A line that asks for each of these, writes /page, and fails if one did not answer."""
+    program = base64.b64encode(FETCH.encode()).decode()
+    code = f"import base64; exec(base64.b64decode('{program}'))"
+    return f'RUN python3 -c "{code}" {" ".join(urls)}\n'
 
 
 def running(*words: str) -> bool:

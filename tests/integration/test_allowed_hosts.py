@@ -3,6 +3,7 @@ means."""
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.types import Outcome, RolloutRequest
+from tests.certificates import Authority, issue
 from tests.integration.command_agent import CommandAgent
 from tests.integration.one_row import ROW, save_row
 
@@ -43,13 +45,19 @@ class FetchingAgent(CommandAgent):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[int]:
+async def serving(
+    context: ssl.SSLContext | None = None, heads: list[bytes] | None = None
+) -> AsyncIterator[int]:
+    """`heads` gets the requests."""
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(4096)
+        head = await reader.read(4096)
+        if heads is not None:
+            heads.append(head)
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ntwo\n")
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
@@ -123,6 +131,48 @@ async def test_agent_and_tests_reach_the_listed_host(
     ]
     assert list(last.networks) == ["agent-1"]
     assert "network agent-1: evil.example:80 not listed (2 requests)" in _steps(last)
+
+
+CLIS = """
+printf '%s' "$0" >/tmp/ca.pem
+export SSL_CERT_FILE=/tmp/ca.pem CURL_CA_BUNDLE=/tmp/ca.pem GIT_SSL_CAINFO=/tmp/ca.pem
+curl -fsS "https://files.example:$1/" >a.txt
+git ls-remote "https://files.example:$1/repo.git" >>a.txt
+curl -sS https://curl.example/ https://198.51.100.7/
+git ls-remote https://git.example/x.git
+python3 -m pip download --no-deps --retries 0 -q -d /tmp/got harmless
+true
+"""
+"""Unmodified programs; `$1` is the port of the listed host."""
+
+
+async def test_usual_programs_reach_only_listed_hosts(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """curl and git reach it by its name and its own certificate; what they and pip want besides is
+    evidence."""
+    authority = Authority.of(tmp_path)
+    own = issue(tmp_path, "files", "DNS:files.example")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own.certificate, own.key)
+    heads: list[bytes] = []
+    async with serving(context, heads) as port:
+        await save_row(services, tmp_path / "tree", **fetching_tests(port))
+        argv = ("bash", "-c", CLIS, authority.file.read_text(), str(port))
+        monkeypatch.setattr(FetchingAgent, "argv", argv)
+        rollout = Rollout(services, phases=listing(port))
+        await rollout.play()
+    found = await stored_rollout.read(services.store, stored_rollout.RolloutName("r", "add-1", 0))
+    last = found.last
+    assert last is not None
+    assert last.patch is not None
+    refused = {one.host for one in last.networks["agent-1"].refused}
+    patch = await services.store.get(last.patch["key"])
+
+    assert {"curl.example", "198.51.100.7", "git.example"} <= refused
+    assert "files.example" not in refused
+    assert any(head.startswith(b"GET /repo.git/info/refs") for head in heads)
+    assert b"+two" in patch.data
 
 
 async def test_an_outage_is_no_verdict(

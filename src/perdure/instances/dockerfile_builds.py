@@ -6,7 +6,7 @@ it is complete and within its size limit, so an image with that name needs no ch
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from perdure.sandboxes.image_builds import (
     draft_name_of,
 )
 from perdure.sandboxes.image_pulls import FULL_DISK, LIMIT_PASSES_S
+from perdure.sandboxes.phase_specs import check_build_list
 from perdure.storage.base import Store
 from perdure.types import Instance, Limits
 
@@ -64,6 +65,8 @@ class BuildPlace:
     sandbox_limits: Limits
     """Limits of the sandboxes that boot the image."""
     network: Network
+    allowed_hosts: Sequence[str]
+    """Of Network.LISTED: the build reaches them besides the package index."""
     build_hosts: str
 
 
@@ -119,11 +122,15 @@ async def _publish(ref: str, image: str, builder: ImageBuilder, limits: Limits) 
 async def _index_access(
     dockerfile: str, builder: ImageBuilder, place: BuildPlace
 ) -> AsyncIterator[tuple[Path | None, UnreachedHosts]]:
-    """The proxy to the package index, if the build can and may use it."""
-    if place.network is not Network.INDEX or not builder.has_build_proxy:
+    """The proxy to the package index and the listed hosts, if the build can and may use it.
+
+    Raises: ConfigurationError for a list of hosts if the builder can use no proxy."""
+    if place.network is Network.LISTED:
+        check_build_list(builder)
+    if place.network not in (Network.INDEX, Network.LISTED) or not builder.has_build_proxy:
         yield None, UnreachedHosts()
         return
-    hosts = index_hosts(dockerfile.splitlines(), place.build_hosts)
+    hosts = index_hosts(dockerfile.splitlines(), place.build_hosts, place.allowed_hosts)
     async with forward_proxy(place.socket, hosts) as asked:
         yield place.socket, asked
 

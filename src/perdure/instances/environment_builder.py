@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,9 +110,11 @@ class Environments:
         limits: Limits = INSTALL_LIMITS,
         network: Network = Network.INDEX,
         sandbox_limits: Limits = SANDBOX_LIMITS,
+        allowed_hosts: Sequence[str] = (),
     ) -> Prepared:
-        """The instance's environment, built if it does not exist. `limits` and `network` apply to
-        the sandbox that runs its install lines, `sandbox_limits` to those that boot the image.
+        """The instance's environment, built if it does not exist. `limits`, `network` and, with
+        Network.LISTED, `allowed_hosts` apply to the sandbox that runs its install lines,
+        `sandbox_limits` to those that boot the image.
 
         Raises: InstanceError (no such release, or an install line fails: the message holds its last
         lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
@@ -128,7 +130,7 @@ class Environments:
             for one in instance.environment.containers:
                 if one.build is not None:
                     needs = instance.model_copy(update={"environment": one})
-                    await self._build_image(needs, limits, network, sandbox_limits)
+                    await self._build_image(needs, limits, network, allowed_hosts, sandbox_limits)
             return prepared if prepared.workdir else await self._in_its_workdir(instance, prepared)
         if instance.environment.install and not self._provider.isolated:
             raise ConfigurationError(
@@ -143,7 +145,7 @@ class Environments:
         if not await asyncio.to_thread(is_whole, ready):
             async with self._locked(key):
                 if not await asyncio.to_thread(is_whole, ready):
-                    await self._build(instance, key, ready, limits, network)
+                    await self._build(instance, key, limits, network, allowed_hosts)
         return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
 
     async def _in_its_workdir(self, instance: Instance, prepared: Prepared) -> Prepared:
@@ -163,17 +165,23 @@ class Environments:
         limits: Limits = INSTALL_LIMITS,
         network: Network,
         sandbox_limits: Limits,
+        allowed_hosts: Sequence[str] = (),
     ) -> None:
         """Pull or build the instance's image before a sandbox needs it. Raises: as `prepare`."""
         image = instance.environment.image or ""
         used = self._runs_on.image_used_for(image)
         if instance.environment.build is not None and used == image:
-            await self._build_image(instance, limits, network, sandbox_limits)
+            await self._build_image(instance, limits, network, allowed_hosts, sandbox_limits)
         elif image and isinstance(self._runs_on, LocalImageBuilder):
             await self._runs_on.pull_image(used)
 
     async def _build_image(
-        self, instance: Instance, limits: Limits, network: Network, sandbox_limits: Limits
+        self,
+        instance: Instance,
+        limits: Limits,
+        network: Network,
+        allowed_hosts: Sequence[str],
+        sandbox_limits: Limits,
     ) -> None:
         """Build the image of the instance's Dockerfile, unless it was built for this host."""
         image = instance.environment.image or ""
@@ -195,6 +203,7 @@ class Environments:
                         limits=limits,
                         sandbox_limits=sandbox_limits,
                         network=network,
+                        allowed_hosts=allowed_hosts,
                         build_hosts=self._build_hosts,
                     )
                     await asyncio.to_thread(self._remove_drafts, key)
@@ -219,7 +228,12 @@ class Environments:
             yield file.fileno()
 
     async def _build(
-        self, instance: Instance, key: str, ready: Path, limits: Limits, network: Network
+        self,
+        instance: Instance,
+        key: str,
+        limits: Limits,
+        network: Network,
+        allowed_hosts: Sequence[str],
     ) -> None:
         """Build in another folder, then publish it. So a folder under `ready/` is complete, even if
         a builder is killed or the power fails."""
@@ -232,13 +246,13 @@ class Environments:
             if instance.environment.install:
                 await asyncio.to_thread(self._check_builder, instance)
                 spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
-                spec = replace(spec, limits=limits, network=network)
+                spec = replace(spec, limits=limits, network=network, allowed_hosts=allowed_hosts)
                 async with self._index_access(instance, spec, key) as (spec, asked):
                     await self._install(instance, key, spec, asked)
             commit = await asyncio.to_thread(_commit, folder / "tree")
             (folder / "base_commit").write_text(commit)
             await asyncio.to_thread(make_readable_by_sandboxes, folder)
-            await asyncio.to_thread(publish_folder, folder, ready)
+            await asyncio.to_thread(publish_folder, folder, self.root / "ready" / key)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -264,11 +278,12 @@ class Environments:
     async def _index_access(
         self, instance: Instance, spec: SandboxSpec, key: str
     ) -> AsyncIterator[tuple[SandboxSpec, UnreachedHosts]]:
-        """The spec of a sandbox that has only loopback and reaches the package index by a proxy."""
-        if spec.network is not Network.INDEX:
+        """The spec of a sandbox that has only loopback and reaches the package index, and the hosts that
+        it lists, by a proxy."""
+        if spec.network not in (Network.INDEX, Network.LISTED):
             yield spec, UnreachedHosts()
             return
-        hosts = index_hosts(instance.environment.install, self._build_hosts)
+        hosts = index_hosts(instance.environment.install, self._build_hosts, spec.allowed_hosts)
         socket = self.root / f"{key[:12]}.index"
         async with forward_proxy(socket, hosts) as asked:
             env = {k: v for k, v in spec.env.items() if not k.lower().endswith("_proxy")}

@@ -122,6 +122,7 @@ async def prepare_all(
                     instance,
                     limits=build.limits,
                     network=build.network,
+                    allowed_hosts=build.allowed_hosts,
                     sandbox_limits=need.limits,
                 )
                 size = await builder.image_size(image) or 0

@@ -1,5 +1,5 @@
 """The hosts that a build may reach: the package indexes that this host's pip and uv use, npm's
-registry for rows that install npm packages, and hosts that a setting adds.
+registry for rows that install npm packages, and hosts that a setting or the build's own list adds.
 """
 
 import configparser
@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from perdure.instances import uv_program
+from perdure.sandboxes.host.allow_list import AllowList
 from perdure.sandboxes.host.host_addresses import PORTS, Place, is_of_this_host
 from perdure.settings import process_environment
 
@@ -21,6 +22,7 @@ FILES_OF = {"pypi.org": "files.pythonhosted.org", "test.pypi.org": "test-files.p
 """Public index -> the host of its files."""
 PUBLIC_NPM = ("https://registry.npmjs.org", "https://registry.yarnpkg.com")
 SETTING = "PERDURE_SANDBOX__BUILD_HOSTS"
+BUILD_NETWORK = "phases.environment.network"
 SHOWN = 4
 """Most refused hosts that a message names."""
 
@@ -36,23 +38,28 @@ class IndexHosts:
 
     configured: frozenset[Place] = field(default=frozenset())
     public: frozenset[Place] = field(default=frozenset())
+    listed: AllowList = field(default=AllowList((), BUILD_NETWORK))
+    """Of phases.environment.network."""
 
     def knows(self, place: Place) -> bool:
-        return place in self.configured or self._is_public(place)
+        return place in self.configured or self._is_public(place) or self.listed.knows(place)
 
     def _is_public(self, place: Place) -> bool:
         on_web = place.port in PORTS.values() and Place(place.host, 0) in self.public
         return on_web or place in self.public
 
     def may_connect(self, place: Place, address: str) -> bool:
-        return place in self.configured or not is_of_this_host(address)
+        if place in self.configured or (self._is_public(place) and not is_of_this_host(address)):
+            return True
+        return self.listed.knows(place) and self.listed.may_connect(place, address)
 
     def how_to_allow(self, place: Place) -> str:
         return how_to_allow([str(place)])
 
 
-def index_hosts(install: Iterable[str], added: str) -> IndexHosts:
-    """`install`: the install lines. `added`: hosts, with or without a port, separated by commas."""
+def index_hosts(install: Iterable[str], added: str, listed: Sequence[str] = ()) -> IndexHosts:
+    """`install`: the install lines. `added`: hosts, with or without a port, separated by commas.
+    `listed`: entries of phases.environment.network."""
     variables, files = uv_program.registry_settings()
     texts = {mount.target.rpartition("/")[2]: mount.source for mount in files}
     configured = [*_of_uv(variables, texts), *_of_pip(variables, texts)]
@@ -67,7 +74,9 @@ def index_hosts(install: Iterable[str], added: str) -> IndexHosts:
     given = [_added(one) for one in added.replace(",", " ").split()]
     places = {_place(url) for url in configured if url not in PUBLIC_INDEX}
     named += [Place(FILES_OF[place.host], 443) for place in places if place.host in FILES_OF]
-    return IndexHosts(frozenset(places), frozenset((*named, *given)))
+    return IndexHosts(
+        frozenset(places), frozenset((*named, *given)), AllowList.of(listed, BUILD_NETWORK)
+    )
 
 
 def _of_uv(variables: Mapping[str, str], files: Mapping[str, Path]) -> list[str]:
@@ -122,5 +131,6 @@ def how_to_allow(places: Sequence[str]) -> str:
     more = f" and {len(hosts) - SHOWN} more" if len(hosts) > SHOWN else ""
     return (
         "builds can reach only the package index, but this one asked for "
-        f"{', '.join(hosts[:SHOWN])}{more}. To allow this, set {SETTING}={','.join(hosts[:SHOWN])}"
+        f"{', '.join(hosts[:SHOWN])}{more}. To allow this, set {SETTING}={','.join(hosts[:SHOWN])}, "
+        f"or list it in {BUILD_NETWORK}"
     )

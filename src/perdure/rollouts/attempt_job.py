@@ -231,7 +231,7 @@ class Job:
     async def prepared(self, plan: SandboxPlan, instance: Instance | None = None) -> Prepared:
         """The environment of the instance for a sandbox of this plan. Builds it if necessary.
         `instance`: a copy with another environment; by default the row itself."""
-        build = self._placement("environment")
+        build = self.placement("environment")
         environments = self.services.environments(plan.placement.provider, build.provider)
         with tracing.span("prepare environment"):
             return await environments.prepare(
@@ -239,6 +239,7 @@ class Job:
                 limits=build.limits,
                 network=build.network,
                 sandbox_limits=plan.placement.limits,
+                allowed_hosts=build.allowed_hosts,
             )
 
     @property
@@ -278,7 +279,7 @@ class Job:
         )
 
     def _plan(self, phase: PhaseName) -> SandboxPlan:
-        placement, services = self._placement(phase), self.services
+        placement, services = self.placement(phase), self.services
         return SandboxPlan(
             placement=placement,
             provider=services.provider(placement.provider),
@@ -287,6 +288,6 @@ class Job:
             ),
         )
 
-    def _placement(self, phase: PhaseName) -> PhasePlacement:
+    def placement(self, phase: PhaseName) -> PhasePlacement:
         known = self.row if isinstance(self.row, Instance) else None
         return phase_specs.place(self.request, known, phase)

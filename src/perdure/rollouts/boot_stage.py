@@ -322,8 +322,8 @@ async def _refuse_what_cannot_run(job: Job) -> None:
     mcp_config.check(job.request.agent, job.agent, job.mcp_servers)
     await check_user(job)
     _check_mcp_hosts(job)
-    check_row_hosts(job, "agent")
-    check_row_hosts(job, "grade")
+    for phase in phase_specs.PHASES:
+        check_row_hosts(job, phase)
     workdir = instance.environment.workdir or "/"
     job.agent.launch(job.task(workdir=workdir, gateway_url="http://127.0.0.1", session_key=""))
 
@@ -355,6 +355,7 @@ def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
         folders=prepared.folders,
         limits=placement.limits,
         network=placement.network,
+        allowed_hosts=placement.allowed_hosts,
         gateway=services.settings.gateway_socket if by_socket else None,
         labels=job.labels("agent"),
         ttl_s=services.settings.sandbox.ttl_s,

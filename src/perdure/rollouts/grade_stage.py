@@ -360,6 +360,7 @@ async def grading_spec(
         folders=prepared.folders,
         limits=plan.placement.limits,
         network=plan.placement.network,
+        allowed_hosts=plan.placement.allowed_hosts,
         labels=labels,
         ttl_s=max(job.services.settings.sandbox.ttl_s, timeout_s + 600),
     )

@@ -30,7 +30,8 @@ class Network(StrEnum):
     """For builds: loopback, and on it a proxy to the package index that the builder starts."""
     LISTED = "listed"
     """Loopback, and on it a proxy to the listed hosts, which the caller serves at
-    `Sandbox.proxy_socket`."""
+    `Sandbox.proxy_socket`. Or the service of the sandbox keeps `SandboxSpec.allowed_hosts` itself. Builds
+    also reach the package index."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     network: Network = Network.NONE
+    allowed_hosts: Sequence[str] = ()
+    """Entries of Network.LISTED, for services that keep the list themselves."""
     gateway: Path | None = None
     """Host path of the gateway's unix socket. Commands reach it at `Sandbox.gateway_url`."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -353,6 +356,9 @@ class SandboxProvider(ABC):
     fixed_by_image: frozenset[str] = frozenset()
     """Fields of Limits that a row with a Dockerfile may set: the image built from it fixes them."""
     networks: frozenset[Network] = frozenset(Network) - {Network.LISTED}
+    """LISTED: also `no_list` decides."""
+    has_build_proxy: bool = True
+    """Builds of Dockerfiles, if it makes any, can be kept to a list of hosts."""
     account_caps: AccountCaps | None = None
     """The account's caps, unless the settings name others. None: there is no account, or it needs no
     queue."""
@@ -363,6 +369,10 @@ class SandboxProvider(ABC):
     def sidecars_refusal(self, sidecars: Mapping[str, Sidecar]) -> str:
         """What to do because this provider cannot run these sidecars; empty if it can."""
         return "use --sandbox podman, docker or kubernetes"
+
+    def no_list(self, hosts: Sequence[str]) -> str:
+        """Why it cannot keep a sandbox to these entries of an allow-list, with the fix; empty if it can."""
+        return ""
 
     @property
     def sees_host(self) -> bool:

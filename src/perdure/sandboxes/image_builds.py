@@ -19,11 +19,11 @@ from pathlib import Path
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import Network, SandboxProvider
 from perdure.sandboxes.host import build_supervisor
+from perdure.sandboxes.host.forward_proxy import PROXY_PORT
 from perdure.types import Limits
 
 REPOSITORY = "localhost/perdure-build"
 DOCKERFILE = "Dockerfile"
-PROXY_PORT = 18001
 PROXY_URL = f"http://127.0.0.1:{PROXY_PORT}"
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 16

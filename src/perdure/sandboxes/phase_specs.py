@@ -79,12 +79,25 @@ def check(request: RolloutRequest, instance: Instance | None, providers: Provide
                 "phases.environment.limits.gpu: builds get no GPU; leave it out, or set it for "
                 "phases.agent or phases.grade"
             )
+        has_builds = instance is not None and any(one.build for one in instance.environments)
+        if phase == "environment" and placement.network is Network.LISTED and has_builds:
+            for other in ("agent", "grade"):
+                check_build_list(providers(place(request, instance, other).provider))
         if placement.provider:
             provider = providers(placement.provider)
             met = provider.ample
             if instance is not None and instance.environment.build is not None:
                 met |= provider.fixed_by_image
             _check(_fields(request, instance, phase), request, placement, provider, met)
+
+
+def check_build_list(builder: SandboxProvider) -> None:
+    """Raises: ConfigurationError if its builds of Dockerfiles cannot be kept to a list of hosts."""
+    if not builder.has_build_proxy:
+        raise ConfigurationError(
+            f"phases.environment.network: builds of {builder.name} take no list of hosts; leave it "
+            "out, or use --sandbox podman, or docker with an engine of this host"
+        )
 
 
 def _check(
@@ -128,6 +141,10 @@ def _check(
             f"phases.{fields.phase}.network: {provider.name} does not support {wanted}, only "
             f"{can}; leave it out, or choose another provider"
         )
+    if placement.network is Network.LISTED and (why := provider.no_list(placement.allowed_hosts)):
+        raise ConfigurationError(
+            f"phases.{fields.phase}.network: {provider.name} cannot use this list of hosts: {why}"
+        )
     if not provider.isolated and (refusal := provider.check()):
         raise ConfigurationError(f"phases.{fields.phase}: {refusal[0]}")
 
@@ -159,11 +176,6 @@ def _network(fields: _Fields) -> _Network:
         )
     chosen = request or instance
     if isinstance(chosen, tuple):
-        if building:
-            raise ConfigurationError(
-                "phases.environment.network: builds take no list; set "
-                "PERDURE_SANDBOX__BUILD_HOSTS to the hosts that they may reach"
-            )
         return _Network(network=Network.LISTED, allowed_hosts=chosen, of_row=request is None)
     usual = Network.INDEX if building else Network.NONE
     return _Network(network=Network(chosen or usual), allowed_hosts=(), of_row=False)

@@ -142,3 +142,14 @@ def test_the_message_names_host_and_setting_once() -> None:
 
     assert "PERDURE_SANDBOX__BUILD_HOSTS=h0.example,h1.example" in said
     assert "and 26 more" in said
+
+
+def test_a_builds_own_list_adds_to_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches listed hosts and the index. Only an entry that names a private address opens it."""
+    hosts = index_hosts((), "", ("*.debian.org", "git.lan:8443", "10.1.0.0/16:8443"))
+    debian, lan = Place("deb.debian.org", 80), Place("git.lan", 8443)
+
+    assert known(hosts, "pypi.org", "deb.debian.org", "debian.org") == [True, True, False]
+    assert [hosts.may_connect(debian, one) for one in ("198.51.100.7", "10.1.0.1")] == [True, False]
+    assert [hosts.may_connect(lan, one) for one in ("10.1.0.1", "10.2.0.1")] == [True, False]
+    assert not hosts.may_connect(lan, "127.0.0.1")

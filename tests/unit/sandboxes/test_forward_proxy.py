@@ -129,6 +129,8 @@ async def test_an_index_that_is_away_is_told_from_a_refusal(tmp_path: Path) -> N
         (b"CONNECT pypi.org HTTP/1.1 x\r\n\r\n", b"400"),
         (b"CONNECT @:443 HTTP/1.1\r\n\r\n", b"400"),
         (b"GET http://pypi.org/ HTTP/1.1\r\nX: y\n\nGET http://evil/ HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET http://pypi.org/ HTTP/1.1\r\nHost : evil.example\r\n\r\n", b"400"),
+        (b"GET http://pypi.org/ HTTP/1.1\r\nX: y\r\n Host: evil.example\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nX: " + b"x" * HEAD_BYTES * 2, b"431"),
     ],
 )
@@ -201,7 +203,7 @@ async def test_a_connection_ends_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A silent tunnel does not stay open."""
-    monkeypatch.setattr(proxies, "LONGEST_S", 0.05)
+    monkeypatch.setattr(proxies, "LONGEST_S", 1.0)
     async with index() as (place, heads), proxy(tmp_path, place):
         async with asyncio.timeout(proxies.HEAD_S / 2):
             answer = await said(tmp_path / "p", f"CONNECT {place} HTTP/1.1\r\n\r\n".encode())

@@ -12,9 +12,20 @@ from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.docker.provider import DockerProvider
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.sandboxes.providers.local import LocalProvider
+from perdure.sandboxes.providers.modal.provider import ModalProvider
 from perdure.settings.settings_tree import Settings
-from perdure.types import Instance, Phases, RolloutRequest, Source, SourceKind
+from perdure.types import (
+    Build,
+    Environment,
+    Instance,
+    Phases,
+    RolloutRequest,
+    Source,
+    SourceKind,
+)
 
 
 def request(**fields: Any) -> RolloutRequest:
@@ -107,14 +118,19 @@ def test_an_instance_opens_no_network_by_itself() -> None:
         ({"phases": {"grade": {"network": "index"}}}, {}, "phases.grade.network"),
         ({}, {"environment": {"network": "host"}}, "phases.environment.network"),
         ({"sandbox": "local", "phases": {"agent": {"network": ["a.org"]}}}, {}, "a list of hosts"),
-        ({"phases": {"environment": {"network": ["a.org"]}}}, {}, "SANDBOX__BUILD_HOSTS"),
+        (
+            {"phases": {"agent": {"provider": "e2b", "network": ["a.org:22"]}}},
+            {},
+            "phases.agent.network: e2b cannot use this list of hosts",
+        ),
     ],
 )
 def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
     tmp_path: Path, fields: dict[str, Any], row: dict[str, Any], named: str
 ) -> None:
     """The error names the field of a wrong provider, or of a limit or network that it lacks."""
-    made = {"local": LocalProvider, "bubblewrap": BubblewrapProvider}
+    made: dict[str, Any] = {"local": LocalProvider, "bubblewrap": BubblewrapProvider}
+    made |= {"e2b": E2BProvider}
 
     def providers(name: str) -> Any:
         if name not in made:
@@ -125,6 +141,41 @@ def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
         phase_specs.check(request(**fields), instance(**row), providers)
 
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [({"network": "bridge"}, "PERDURE_DOCKER__NETWORK"), ({"runtime": "runsc"}, "runsc")],
+)
+def test_docker_refuses_lists_that_its_settings_undo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], fix: str
+) -> None:
+    """So does an engine elsewhere. One of this host with plain settings takes lists."""
+    asked = request(phases={"agent": {"provider": "docker", "network": ["a.org"]}})
+
+    def check(**docker: str) -> None:
+        made = DockerProvider(Settings(home=tmp_path, docker=docker))
+        phase_specs.check(asked, instance(), lambda _: made)
+
+    monkeypatch.setenv("DOCKER_HOST", "unix:///run/docker.sock")
+    check()
+    with pytest.raises(ConfigurationError, match=fix):
+        check(**settings)
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.7:2376")
+    with pytest.raises(ConfigurationError, match="use an engine of this host"):
+        check()
+
+
+def test_a_builder_without_a_proxy_refuses_a_list(tmp_path: Path) -> None:
+    """Before a sandbox boots, and only for rows whose Dockerfile it would build."""
+    asked = request(sandbox="modal", phases={"environment": {"network": ["a.org"]}})
+    row = instance()
+    built = row.model_copy(update={"environment": Environment(build=Build(path="/c"))})
+    modal = ModalProvider(Settings(home=tmp_path))
+    phase_specs.check(asked, row, lambda _: modal)
+
+    with pytest.raises(ConfigurationError, match="builds of modal take no list of hosts"):
+        phase_specs.check(asked, built, lambda _: modal)
 
 
 def test_local_is_refused_without_its_setting(tmp_path: Path) -> None:
@@ -138,9 +189,12 @@ def test_local_is_refused_without_its_setting(tmp_path: Path) -> None:
 def test_builds_reach_the_package_index_unless_the_request_says_otherwise() -> None:
     """Neither `none` nor the host's network is the default of a build."""
     asked = request(phases={"environment": {"network": "host"}})
+    listed = request(phases={"environment": {"network": ["deb.debian.org"]}})
+    place = phase_specs.place(listed, instance(), "environment")
 
     assert phase_specs.place(request(), instance(), "environment").network is Network.INDEX
     assert phase_specs.place(asked, instance(), "environment").network is Network.HOST
+    assert (place.network, place.allowed_hosts) == (Network.LISTED, ("deb.debian.org",))
 
 
 def test_a_default_limit_refuses_no_provider(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ async def allowed_network(
     job: Job, phase: PhaseName, sandbox: Sandbox
 ) -> AsyncIterator[UnreachedHosts]:
     """Serve the sandbox's proxy while the context is open, and store what it refused."""
-    plan = job.agent_sandbox if phase == "agent" else job.grade_sandbox
-    placement = plan.placement
+    placement = job.placement(phase)
     if placement.network is not Network.LISTED or sandbox.proxy_socket is None:
         yield UnreachedHosts()
         return
@@ -50,9 +49,8 @@ def record_name(identity: str) -> str:
 
 def check_row_hosts(job: Job, phase: PhaseName) -> None:
     """Raises: ConfigurationError if the row lists hosts that this worker's settings do not permit."""
-    plan = job.agent_sandbox if phase == "agent" else job.grade_sandbox
     permitted = job.services.settings.sandbox.row_hosts
-    phase_specs.check_row_hosts(plan.placement, phase, job.request.instance, permitted)
+    phase_specs.check_row_hosts(job.placement(phase), phase, job.request.instance, permitted)
 
 
 class _Record:

@@ -3,6 +3,7 @@ filter, uploads, and how to recognize an image without python3. `modal` uses the
 """
 
 import base64
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
 from importlib import resources
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from perdure.errors import InstanceError
 from perdure.sandboxes.guest.guest_sandbox import FOLDER, GuestSandbox
-from perdure.sandboxes.host.keeper import seccomp_filter
+from perdure.sandboxes.host.forward_proxy import PROXY_PORT
+from perdure.sandboxes.host.keeper import gateway_forwarder, seccomp_filter
 from perdure.sandboxes.image_architecture import RUN_ELSEWHERE
 
 DEADLINE = f"{FOLDER}/deadline"
@@ -52,9 +54,13 @@ class ContainerSandbox(GuestSandbox):
         """Upload `data` and run a shell line that uses it, in one call."""
 
 
-def init_command(ttl_s: float) -> tuple[str, ...]:
-    """Arguments of `python3` for the first process, which ends its container at the deadline."""
-    return "-I", "-c", source_of("container_init.py"), str(ttl_s), DEADLINE
+def init_command(ttl_s: float, *, proxy: str = "") -> tuple[str, ...]:
+    """Arguments of `python3` for the first process, which ends its container at the deadline.
+    `proxy`: a unix socket inside, to which it forwards PROXY_PORT."""
+    program = ("-I", "-c", source_of("container_init.py"), str(ttl_s), DEADLINE)
+    if not proxy:
+        return program
+    return *program, inspect.getsource(gateway_forwarder), str(PROXY_PORT), proxy
 
 
 def source_of(name: str) -> str:

@@ -11,7 +11,7 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import ClassVar, TypeVar
 from uuid import uuid4
@@ -27,7 +27,7 @@ from perdure.errors import (
 )
 from perdure.installation import command_for_extra
 from perdure.sandboxes import image_names
-from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
+from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from perdure.sandboxes.guest.base_python import with_interpreters
 from perdure.sandboxes.guest.guest_sandbox import GuestSandbox
 from perdure.sandboxes.guest.service_retries import (
@@ -42,6 +42,7 @@ from perdure.sandboxes.guest.service_retries import (
 from perdure.sandboxes.spec_validation import check_identity, check_sidecars
 from perdure.settings import process_environment
 from perdure.settings.settings_tree import Settings
+from perdure.types.allowed_hosts import allowed_host
 
 OWN = "perdure_"
 """Prefix of the labels that Perdure itself gives a sandbox."""
@@ -140,6 +141,8 @@ class ServiceProvider(SandboxProvider):
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         check_sidecars(self, spec.sidecars)
+        if spec.network is Network.LISTED and (why := self.no_list(spec.allowed_hosts)):
+            raise ConfigurationError(f"{self.name} cannot use this list of hosts: {why}")
         if spec.gateway is not None:
             raise ConfigurationError(
                 f"gateway: a sandbox of {self.name} cannot open a socket of this host; set "
@@ -175,8 +178,17 @@ class ServiceProvider(SandboxProvider):
 class SdkProvider(ServiceProvider):
     """A service with accounts, called through its SDK."""
 
+    networks = frozenset(Network)
     account_variables: ClassVar[Sequence[str]]
     """Environment variables that identify the account."""
+
+    def no_list(self, hosts: Sequence[str]) -> str:
+        for entry in map(allowed_host, hosts):
+            if entry.port is not None:
+                return f"its service limits no ports: write {replace(entry, port=None)}"
+            if entry.addresses is not None and entry.addresses.version == 6:
+                return f"its service takes IPv4 addresses only: leave {entry} out"
+        return ""
 
     @property
     def account(self) -> str:
@@ -237,11 +249,29 @@ class SdkProvider(ServiceProvider):
             )
 
 
+@dataclass(frozen=True)
+class ServiceList:
+    """A list of hosts as the services' SDKs take it."""
+
+    names: tuple[str, ...]
+    """Names and wildcards."""
+    addresses: tuple[str, ...]
+    """CIDRs, also of a single address."""
+
+    @classmethod
+    def of(cls, hosts: Sequence[str]) -> "ServiceList":
+        entries = [allowed_host(entry) for entry in hosts]
+        return cls(
+            tuple(str(entry) for entry in entries if entry.addresses is None),
+            tuple(str(entry.addresses) for entry in entries if entry.addresses is not None),
+        )
+
+
 def spec_digest(spec: SandboxSpec, *more: str | None) -> str:
     """Digest of what cannot change after the create, for the label `spec`. `more`: what the service
     boots, such as the names of image and GPU."""
     limits = spec.limits.model_dump(exclude={"gpu"})
-    fixed = [spec.workdir, *more, str(spec.network), limits]
+    fixed = [spec.workdir, *more, str(spec.network), *spec.allowed_hosts, limits]
     return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:32]
 
 

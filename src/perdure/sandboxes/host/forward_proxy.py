@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 from urllib.parse import unquote, urlsplit
 
+from perdure.sandboxes.base import Network
 from perdure.sandboxes.host.client_hello import Incomplete, NotTls, server_name
 from perdure.sandboxes.host.host_addresses import Place, address_of, place_of
 from perdure.types.allowed_hosts import WEB_PORTS, is_host_name
 
+PROXY_PORT = 18002
+"""Where a sandbox's commands reach the proxy, on its own loopback."""
 HEAD_BYTES = 16 << 10
 HEAD_S, CONNECT_S = 30.0, 20.0
 CHUNK = 1 << 16
@@ -39,6 +42,8 @@ MOST_BYTES = 64 << 30
 HELLO_BYTES, HELLO_PIECES = 16 << 10, 64
 """Most of a TLS handshake's first message, and most reads that it may take: each reads it again."""
 _CONTROL = re.compile(rb"[\r\n\0]")
+_FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:")
+"""Begins a header field. Servers read others, such as `Host :` and continued lines, in several ways."""
 _NOT_PASSED = (
     b"proxy-", b"connection:", b"keep-alive:", b"host:", b"content-length:", b"transfer-encoding:"
 )  # fmt: skip
@@ -94,6 +99,13 @@ def variables(url: str, *, direct: str = "") -> dict[str, str]:
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     chosen = {name: url for upper in names for name in (upper, upper.lower())}
     return {**chosen, "NO_PROXY": direct, "no_proxy": direct}
+
+
+def proxy_variables(network: Network) -> dict[str, str]:
+    """Variables of a sandbox with this network."""
+    if network is not Network.LISTED:
+        return {}
+    return variables(f"http://127.0.0.1:{PROXY_PORT}", direct="localhost,127.0.0.1,::1")
 
 
 @asynccontextmanager
@@ -188,7 +200,8 @@ class _Exchange:
                 await self._refuse(431, "the request's head is too long")
             line, *fields = head[:-4].split(b"\r\n")
             words = line.decode("latin-1").split(" ")
-            if len(words) != 3 or _CONTROL.search(b"".join((line, *fields))):
+            well_formed = all(map(_FIELD.match, fields))
+            if len(words) != 3 or not well_formed or _CONTROL.search(b"".join((line, *fields))):
                 await self._refuse(400, "this is not an HTTP request")
             if words[0] == "CONNECT":
                 await self._tunnel(words[1])

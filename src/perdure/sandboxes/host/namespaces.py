@@ -12,7 +12,7 @@ from pathlib import Path
 
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.forward_proxy import variables
+from perdure.sandboxes.host.forward_proxy import PROXY_PORT
 from perdure.sandboxes.host.host_sandbox import PIDS, HostSandbox
 from perdure.sandboxes.host.procfs import mount_points
 from perdure.sandboxes.host.provider import HostProvider
@@ -21,8 +21,8 @@ from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.untrusted_files import read_file, write_file
 from perdure.types import Limits
 
-GATEWAY_PORT, PROXY_PORT = 18001, 18002
-"""Where commands reach the gateway and the proxy, on the sandbox's own loopback."""
+GATEWAY_PORT = 18001
+"""Where commands reach the gateway, on the sandbox's own loopback."""
 CAP_SYS_ADMIN = 21
 LEAST_INODES, INODES_PER_MB = 1 << 15, 256
 
@@ -89,12 +89,6 @@ def proxy_of(spec: SandboxSpec, box: SandboxFolder) -> tuple[int, Path] | None:
 
 def proxy_socket(box: SandboxFolder) -> Path:
     return box.path / "proxy"
-
-
-def proxy_variables(spec: SandboxSpec) -> Mapping[str, str]:
-    if spec.network is not Network.LISTED:
-        return {}
-    return variables(f"http://127.0.0.1:{PROXY_PORT}", direct="localhost,127.0.0.1,::1")
 
 
 def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:

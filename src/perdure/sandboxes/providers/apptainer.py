@@ -20,6 +20,7 @@ from perdure.sandboxes import image_names
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.forward_proxy import proxy_variables
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     NamespaceProvider,
@@ -29,7 +30,6 @@ from perdure.sandboxes.host.namespaces import (
     gateway_of,
     needs_user_namespace,
     proxy_of,
-    proxy_variables,
     resolver_of,
     shared_folders,
 )
@@ -109,7 +109,7 @@ class ApptainerProvider(NamespaceProvider):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **variables, **proxy_variables(spec), **spec.env},
+            env={**ENVIRONMENT, **variables, **proxy_variables(spec.network), **spec.env},
             enforced=enforced(plan, spec),
             farewell=tuple(stop_command(self._binary, _name(box))),
         )

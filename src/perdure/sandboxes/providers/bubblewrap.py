@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH, USER_ID
 from perdure.sandboxes.base import Mount, SandboxSpec
 from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.forward_proxy import proxy_variables
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     INIT,
@@ -24,7 +25,6 @@ from perdure.sandboxes.host.namespaces import (
     needs_user_namespace,
     overlay_option,
     proxy_of,
-    proxy_variables,
     resolver_of,
     shared_folders,
 )
@@ -64,7 +64,7 @@ class BubblewrapProvider(NamespaceProvider):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **proxy_variables(spec), **spec.env},
+            env={**ENVIRONMENT, **proxy_variables(spec.network), **spec.env},
             enforced=enforced(plan, spec),
         )
         box.create_folder(meta, spec.ttl_s)

@@ -23,6 +23,7 @@ from perdure.errors import ConfigurationError, RetryHere
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, ROOT_VARIABLES, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.forward_proxy import PROXY_PORT, proxy_variables
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     INIT,
@@ -32,7 +33,6 @@ from perdure.sandboxes.host.namespaces import (
     enforced,
     gateway_of,
     proxy_of,
-    proxy_variables,
     shared_folders,
 )
 from perdure.sandboxes.host.podman_sidecars import (
@@ -47,7 +47,6 @@ from perdure.sandboxes.host.sandbox_programs import missing_programs, program
 from perdure.sandboxes.image_architecture import check_architecture
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
-    PROXY_PORT,
     BuildOutput,
     ImageBuild,
     LocalImageBuilder,
@@ -108,7 +107,13 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **ROOT_VARIABLES, **variables, **proxy_variables(spec), **spec.env},
+            env={
+                **ENVIRONMENT,
+                **ROOT_VARIABLES,
+                **variables,
+                **proxy_variables(spec.network),
+                **spec.env,
+            },
             enforced=enforced(plan, spec),
             farewell=_farewell(box, spec),
         )
@@ -138,7 +143,7 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
                 ["/usr/bin/env", *_variables(), *_podman()],
                 images,
                 limits=spec.limits,
-                env=proxy_variables(spec),
+                env=proxy_variables(spec.network),
                 hosts=box.path / HOSTS,
             )
             await boot_sidecars(spec.sidecars, containers)

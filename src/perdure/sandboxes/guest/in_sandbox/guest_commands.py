@@ -148,7 +148,8 @@ def end_all() -> Answer:
 
 def left() -> list[int]:
     """Processes to kill. In a container of ours: all but its first process, supervisors, the
-    resident and processes from outside. Elsewhere, where other programs run: those of commands."""
+    resident, the forwarder and processes from outside. Elsewhere, where other programs run: those of
+    commands."""
     supervisors = []
     for name in os.listdir(files.state("execs")) if os.path.isdir(files.state("execs")) else []:
         folder = files.state("execs", name)
@@ -158,9 +159,10 @@ def left() -> list[int]:
     if files.meta().get("seal") is None:
         return [pid for folder, process in supervisors for pid in tree(folder, process)]
     ours = {process[0] for _, process in supervisors if processes.alive(process)}
-    resident = records.resident()
-    if resident is not None and processes.alive(resident):
-        ours.update((resident[0], *processes.below(resident[0])))
+    for name in ("resident.lock", "forwarder"):
+        kept = records.kept_process(name)
+        if kept is not None and processes.alive(kept):
+            ours.update((kept[0], *processes.below(kept[0])))
     return [pid for pid in processes.below(1) if pid not in ours]
 
 

@@ -65,10 +65,11 @@ def process_of(folder: str) -> tuple[int, str] | None:
     return (int(fields[0]), fields[1]) if len(fields) == 2 else None
 
 
-def resident() -> tuple[int, str] | None:
-    """The process that answers orders, as `guest_entry` wrote it."""
+def kept_process(name: str) -> tuple[int, str] | None:
+    """`resident.lock`: the process that answers orders, as `guest_entry` wrote it. `forwarder`: the
+    one that leads to the listed hosts, as `container_init` wrote it."""
     try:
-        with open(files.state("resident.lock")) as file:
+        with open(files.state(name)) as file:
             fields = file.read().split()
     except FileNotFoundError:
         return None

@@ -2,8 +2,11 @@
 
 The keeper forks it on the host. It enters only the sandbox's network namespace, so hostile code can
 reach the gateway through it, but neither the socket's folder nor this process. It has one thread
-and at most `MOST` connections; further ones wait in the kernel's queue.
+and at most `MOST` connections; further ones wait in the kernel's queue. Docker's containers run this
+file too, with the Python of the image: standard library, Python 3.7 or later.
 """
+
+from __future__ import annotations
 
 import _socket
 import os
@@ -43,9 +46,7 @@ def serve(port: int, path: str, tell: int, groups: list[str]) -> None:
         connections = _turn(listener, path, connections)
 
 
-def _turn(
-    listener: _socket.socket, path: str, connections: "list[_Connection]"
-) -> "list[_Connection]":
+def _turn(listener: _socket.socket, path: str, connections: list[_Connection]) -> list[_Connection]:
     """Wait for events and handle them. Returns the connections that are still open."""
     poll = select.poll()
     if len(connections) < MOST:

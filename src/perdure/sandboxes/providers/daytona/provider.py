@@ -31,7 +31,7 @@ from perdure.sandboxes.guest.service_image_builds import (
     ServiceImageBuilder,
     with_size,
 )
-from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox, spec_digest
+from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox, ServiceList, spec_digest
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
@@ -373,7 +373,7 @@ def _params(spec: SandboxSpec, default_snapshot: str) -> Any:
         "auto_delete_interval": 0,
         "ttl_minutes": minutes,
         "queue_timeout": QUEUE_MINUTES,
-        "network_block_all": spec.network is not Network.HOST,
+        **_network(spec),
     }
     image = spec.image if spec.tree is None else None
     if image is None or image.startswith(SNAPSHOT):
@@ -382,6 +382,17 @@ def _params(spec: SandboxSpec, default_snapshot: str) -> Any:
         return CreateSandboxFromSnapshotParams(snapshot=snapshot or None, **common)
     resources = daytona_image_builds.resources(spec.limits)
     return CreateSandboxFromImageParams(image=image, resources=resources, **common)
+
+
+def _network(spec: SandboxSpec) -> dict[str, Any]:
+    """Either list implies that all else is blocked."""
+    if spec.network is not Network.LISTED:
+        return {"network_block_all": spec.network is not Network.HOST}
+    listed = ServiceList.of(spec.allowed_hosts)
+    return {
+        "network_allow_list": ",".join(listed.addresses) or None,
+        "domain_allow_list": ",".join(listed.names) or None,
+    }
 
 
 def _minutes(seconds: float) -> int:

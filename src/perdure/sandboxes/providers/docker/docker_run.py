@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perdure.errors import ConfigurationError
@@ -25,6 +26,8 @@ TERMINALS_FOLDER = (
 )
 """Docker has no option for the number of pseudo-terminals, but its volumes may be any file system.
 Other runtimes have a kernel, and so terminals, of their own."""
+PROXY_FOLDER = f"{FOLDER}/proxy"
+"""Where a container has the folder of its proxy's socket. Only its first process can enter FOLDER."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,10 @@ def run_command(
     engine: DockerEngine,
     *,
     settings: Settings,
+    proxy: Path | None,
 ) -> list[str]:
-    """The `docker run` of one sandbox. The root folder of an instance's own image is writable."""
+    """The `docker run` of one sandbox. The root folder of an instance's own image is writable.
+    `proxy`: the socket of the proxy to listed hosts."""
     network, runtime = settings.docker.network or "none", settings.docker.runtime
     files = settings.sandbox.open_files
     owner = ROOT if spec.image else agent_user()
@@ -93,9 +98,25 @@ def run_command(
         *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
         *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
         *folder_options(name, spec.folders),
+        *(("--volume", f"{proxy.parent}:{PROXY_FOLDER}:ro") if proxy else ()),
         *(part for host in names for part in ("--add-host", f"{host}:127.0.0.1")),
         *("--workdir", "/", "--env", f"PERDURE_OWNER={owner}", "--entrypoint", "python3"),
-        *(image, *init_command(spec.ttl_s)),
+        *(image, *init_command(spec.ttl_s, proxy=f"{PROXY_FOLDER}/{proxy.name}" if proxy else "")),
+    ]
+
+
+def build_network_command(name: str, image: str, proxy: Path, seconds: float) -> list[str]:
+    """The `docker run` of a container whose network has only a port that leads to the socket `proxy`.
+    It ends after so many seconds."""
+    inside = f"{PROXY_FOLDER}/{proxy.name}"
+    return [
+        *("run", "--detach", "--rm", "--name", name, "--user", ROOT, "--pull", "never"),
+        *("--network", "none", "--log-driver", "none", "--read-only", "--volume", FOLDER),
+        *("--security-opt", "no-new-privileges", "--cap-drop", "ALL"),
+        *(part for capability in CAPABILITIES for part in ("--cap-add", capability)),
+        *("--memory", "128m", "--pids-limit", str(SPARE_PIDS)),
+        *("--volume", f"{proxy}:{inside}:ro", "--entrypoint", "python3"),
+        *(image, *init_command(seconds, proxy=inside)),
     ]
 
 

@@ -34,11 +34,18 @@ LIVE = ("running", "created", "restarting")
 
 class DockerSidecars(SidecarEngine):
     def __init__(
-        self, sandbox: str, labels: Mapping[str, str], limits: Limits, images: Mapping[str, str]
+        self,
+        sandbox: str,
+        labels: Mapping[str, str],
+        limits: Limits,
+        images: Mapping[str, str],
+        *,
+        env: Mapping[str, str],
     ) -> None:
-        """`sandbox`: its container. `images`: sidecar -> image id."""
+        """`sandbox`: its container. `images`: sidecar -> image id. `env`: variables of every
+        sidecar."""
         self._sandbox, self._limits, self._images = sandbox, limits, images
-        self._labels = labels
+        self._labels, self._env = labels, env
 
     def _container(self, name: str) -> str:
         return f"{self._sandbox}.{name}"
@@ -57,10 +64,11 @@ class DockerSidecars(SidecarEngine):
     async def start(self, name: str, sidecar: Sidecar) -> None:
         first, *rest = sidecar.entrypoint or (None,)
         command = sidecar.command or ()
+        given = sidecar.model_copy(update={"env": {**self._env, **sidecar.env}})
         await self._run(
             name,
             *("--pid", f"container:{self._container(FIRST_PROCESS)}"),
-            *common_options(sidecar, limits_of(sidecar, self._limits)),
+            *common_options(given, limits_of(sidecar, self._limits)),
             *folder_options(self._sandbox, sidecar.folders),
             *("--log-driver", "json-file", *LOG_OPTIONS),
             *(("--entrypoint", first) if first else ()),

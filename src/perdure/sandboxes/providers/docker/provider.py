@@ -8,13 +8,16 @@ import asyncio
 import io
 import json
 import platform
+import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from perdure.errors import (
     ConfigurationError,
@@ -31,6 +34,7 @@ from perdure.sandboxes.guest.container_options import (
     missing_programs_error,
     names_missing_program,
 )
+from perdure.sandboxes.guest.guest_sandbox import FOLDER
 from perdure.sandboxes.guest.service_provider import ServiceProvider
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
@@ -38,6 +42,7 @@ from perdure.sandboxes.guest.service_retries import (
     retry_transient,
     sandbox_lost_error,
 )
+from perdure.sandboxes.host.forward_proxy import proxy_variables
 from perdure.sandboxes.host.sandbox_programs import program
 from perdure.sandboxes.image_architecture import check_architecture
 from perdure.sandboxes.image_builds import (
@@ -56,6 +61,7 @@ from perdure.sandboxes.providers.docker import docker_cli
 from perdure.sandboxes.providers.docker.docker_run import (
     SPARE_PIDS,
     DockerEngine,
+    build_network_command,
     engine_of,
     run_command,
 )
@@ -69,6 +75,9 @@ REQUEST_S = 60.0
 BOOT_S = 300.0
 LABEL = "perdure"
 LISTED_AT_ONCE = 8
+REMOTE = (
+    "its engine does not see this host's folders, where the proxy is: use an engine of this host"
+)
 IMAGE_FORMAT = "{{.Id}} {{.Architecture}} {{json .Config.Env}}"
 IMAGE_STAYS_S = 60.0
 """Seconds for which the id found for an image name is trusted."""
@@ -116,6 +125,7 @@ class DockerSandbox(ContainerSandbox):
         self._bound: frozenset[str] = frozenset(own["bound"])
         self._variables: Mapping[str, str] = own["env"]
         self._sidecars: Sequence[str] = own.get("sidecars", ())
+        self.proxy_socket = provider.proxy_socket(found.identity)
 
     async def touch(self, ttl_s: float) -> None:
         await self._guest("touch", ttl=ttl_s)
@@ -125,6 +135,7 @@ class DockerSandbox(ContainerSandbox):
             await self.provider.kill(self.identity)
         else:
             await self.provider.remove([self.name])
+            self.provider.remove_proxy(self.identity)
 
     # -- how the guest is reached -----------------------------------------------------------------
 
@@ -178,6 +189,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
 
     name = "docker"
     tells_workdir = True
+    networks = frozenset(Network)
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -256,6 +268,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
         known = await self._listed("{{.Names}}", f"label={LABEL}.identity={identity}")
         await self.remove([name, *(one for one in known if one != name)])
         await self._remove_folders(name)
+        self.remove_proxy(identity)
 
     async def _remove_folders(self, sandbox: str) -> None:
         """Remove the volumes that its containers shared. They must be gone."""
@@ -268,6 +281,13 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
                 await docker_cli.done("volume", "rm", "--force", *names, seconds=REQUEST_S)
 
         await retry_transient(remove)
+
+    def proxy_socket(self, identity: str) -> Path:
+        """In a folder of its own, which the container has too."""
+        return self.root / "proxies" / identity / "proxy"
+
+    def remove_proxy(self, identity: str) -> None:
+        shutil.rmtree(self.proxy_socket(identity).parent, ignore_errors=True)
 
     async def remove(self, names: Sequence[str]) -> None:
         """Remove containers that may exist. The first is removed first, so no sidecar joins it."""
@@ -294,7 +314,10 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
         image = await self._present(spec.image or self.settings.docker.image)
         labels = self._labels(identity, self._own(spec, engine, self._variables[image]))
         try:
-            command = run_command(spec, name, image, labels, engine, settings=self.settings)
+            proxy = self._proxy(spec, engine, identity)
+            command = run_command(
+                spec, name, image, labels, engine, settings=self.settings, proxy=proxy
+            )
             await docker_cli.done(*command, seconds=BOOT_S, what="run")
         except Conflict:  # another creator was quicker: both use its container
             return await retry_transient(lambda: self._made(name))
@@ -307,6 +330,16 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             self._ids.clear()  # one may be the id of an image that is gone
             raise await self._half_made(identity, error) from error
         return Found(name, "running", labels, out_of_memory=False)
+
+    def _proxy(self, spec: SandboxSpec, engine: DockerEngine, identity: str) -> Path | None:
+        """The socket at which the proxy to listed hosts will be served; its folder exists."""
+        if spec.network is not Network.LISTED:
+            return None
+        if why := self.no_list(()) or ("" if engine.binds else REMOTE):
+            raise ConfigurationError(f"network: docker takes no list of hosts: {why}")
+        socket = self.proxy_socket(identity)
+        socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return socket
 
     async def _made(self, name: str) -> Found:
         """The engine reserves a name shortly before its container can be found."""
@@ -345,7 +378,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             "ttl": spec.ttl_s,
             "workdir": spec.workdir,
             "labels": dict(spec.labels),
-            "env": {**who, **variables},
+            "env": {**who, **variables, **proxy_variables(spec.network)},
             "enforced": {"disk": "tmpfs of each folder", "output": "watched", **engine.limits},
             "bound": [mount.target for mount in spec.mounts] if engine.binds else [],
             "sidecars": [*spec.sidecars],
@@ -363,6 +396,15 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             return f"containers of PERDURE_DOCKER__RUNTIME={runtime} share no namespaces"
         return ""
 
+    def no_list(self, hosts: Sequence[str]) -> str:
+        if not self.host_bound:
+            return REMOTE
+        if self.settings.docker.network:
+            return "PERDURE_DOCKER__NETWORK opens a network for every sandbox: unset it"
+        if runtime := self.settings.docker.runtime:
+            return f"containers of PERDURE_DOCKER__RUNTIME={runtime} open no sockets of this host"
+        return ""
+
     async def boot_sidecars(self, spec: SandboxSpec, identity: str) -> None:
         """Raises: SidecarFailed; SandboxLost."""
         engine = await self._engine()
@@ -372,7 +414,8 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             for name, one in spec.sidecars.items()
         }
         labels = self._labels(identity, self._own(spec, engine, {}))
-        containers = DockerSidecars(self._name(identity), labels, spec.limits, images)
+        env = proxy_variables(spec.network)
+        containers = DockerSidecars(self._name(identity), labels, spec.limits, images, env=env)
         await containers.start_first_process(own_image)
         try:
             await boot_sidecars(spec.sidecars, containers)
@@ -459,13 +502,44 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             if await self._image(name) is None:
                 found = await self._present(name)
                 await docker_cli.done("tag", found, name, seconds=REQUEST_S)
-        command = [
-            *(program("docker"), "build", "--tag", draft_name_of(build.image), "--force-rm"),
-            *("--network", "host" if build.network is Network.HOST else "none"),
-            *limit_options(build.limits),
-            *("--file", str(dockerfile), str(build.context)),
-        ]
-        return await run_build(command, build, ends_on_signal=True)
+        async with self._build_network(build) as network:
+            command = [
+                # BuildKit cannot use another container's network
+                *(("/usr/bin/env", "DOCKER_BUILDKIT=0") if build.proxy else ()),
+                *(program("docker"), "build", "--tag", draft_name_of(build.image), "--force-rm"),
+                *("--network", network),
+                *(f"--build-arg={name}={value}" for name, value in build.variables.items()),
+                *limit_options(build.limits),
+                *("--file", str(dockerfile), str(build.context)),
+            ]
+            return await run_build(command, build, ends_on_signal=True)
+
+    @property
+    def has_build_proxy(self) -> bool:  # type: ignore[override]  # it depends on the engine
+        return self.host_bound
+
+    @asynccontextmanager
+    async def _build_network(self, build: ImageBuild) -> AsyncIterator[str]:
+        """The build's `--network`: of a container whose only way out is the build's proxy. If this
+        process is killed, the container ends soon after the build's time limit."""
+        if build.proxy is None:
+            yield "host" if build.network is Network.HOST else "none"
+            return
+        if not (await self._engine()).binds:
+            raise ConfigurationError(f"phases.environment.network: {REMOTE}")
+        name = f"{LABEL}-build-{uuid4().hex[:12]}"
+        image = await self._present(self.settings.docker.image)
+        try:
+            await docker_cli.done(
+                *build_network_command(name, image, build.proxy, build.timeout_s + BOOT_S),
+                seconds=BOOT_S,
+                what="run",
+            )
+            listening = f"until [ -e {FOLDER}/forwarder ]; do sleep 0.05; done"
+            await docker_cli.done("exec", name, "sh", "-c", listening, seconds=REQUEST_S)
+            yield f"container:{name}"
+        finally:
+            await asyncio.shield(self.remove([name]))
 
     # -- finding ----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from perdure.sandboxes.guest.service_image_builds import (
     ServiceImageBuilder,
     with_size,
 )
-from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox
+from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox, ServiceList
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
@@ -46,8 +46,9 @@ from perdure.settings import process_environment
 from perdure.types import AccountCaps, Limits
 
 if TYPE_CHECKING:
-    from e2b import AsyncSandbox
+    from e2b import AsyncSandbox, SandboxNetworkOpts
 
+EVERYTHING = "0.0.0.0/0"
 MOST_KEYS = 8
 """Idempotency keys to try for one identity: the key of a killed sandbox cannot be used again."""
 LIST_LAG_S = 2.0
@@ -255,6 +256,7 @@ class E2BProvider(ServiceImageBuilder):
                     timeout=math.ceil(spec.ttl_s),
                     metadata=dict(own),
                     allow_internet_access=spec.network is Network.HOST,
+                    network=_listed(spec),
                     lifecycle={"on_timeout": "kill"},
                     idempotency_key=key,
                     **self.options,
@@ -406,6 +408,15 @@ def _noted(hint: Path) -> str | None:
         return hint.read_text()
     except FileNotFoundError:
         return None
+
+
+def _listed(spec: SandboxSpec) -> "SandboxNetworkOpts | None":
+    """What is allowed although all else is denied. The service matches names on ports 80 and 443, and
+    opens a name server for them."""
+    if spec.network is not Network.LISTED:
+        return None
+    listed = ServiceList.of(spec.allowed_hosts)
+    return {"allow_out": [*listed.names, *listed.addresses], "deny_out": [EVERYTHING]}
 
 
 async def _sandboxes() -> "type[AsyncSandbox]":

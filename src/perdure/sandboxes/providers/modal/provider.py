@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perdure.errors import (
     ConfigurationError,
@@ -27,7 +27,7 @@ from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.container_options import init_command, names_missing_program
 from perdure.sandboxes.guest.guest_sandbox import FOLDER, MARK
 from perdure.sandboxes.guest.service_image_builds import ServiceBuild, ServiceImageBuilder
-from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox, spec_digest
+from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox, ServiceList, spec_digest
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
@@ -267,7 +267,7 @@ class ModalProvider(ServiceImageBuilder):
                     cpu=(limits.cpus, limits.cpus),
                     memory=(limits.memory_mb, limits.memory_mb),
                     gpu=gpu or None,
-                    block_network=spec.network is not Network.HOST,
+                    **_network(spec),
                 )
 
         try:
@@ -390,3 +390,14 @@ class ModalProvider(ServiceImageBuilder):
                 return await call()
 
         return await self._call(what, read)
+
+
+def _network(spec: SandboxSpec) -> dict[str, Any]:
+    """With a list, all else is blocked."""
+    if spec.network is not Network.LISTED:
+        return {"block_network": spec.network is not Network.HOST}
+    listed = ServiceList.of(spec.allowed_hosts)
+    return {
+        "outbound_cidr_allowlist": list(listed.addresses),
+        "outbound_domain_allowlist": list(listed.names),
+    }
