@@ -125,7 +125,7 @@ def ended_if_interrupted(
     try:
         yield
     except BaseException:
-        kill_all(_tree(process.pid), signum)
+        kill_tree(process.pid, signum)
         process.wait()
         raise
 
@@ -273,6 +273,11 @@ def _tree_seconds(root: int) -> float:
 def _with_waited_for(pid: int) -> float:
     fields = _stat(pid)
     return sum(map(int, fields[11:15])) / TICKS if fields else 0.0
+
+
+def kill_tree(pid: int, signum: int = signal.SIGKILL) -> None:
+    """Signal a process and all that it has started."""
+    kill_all(_tree(pid), signum)
 
 
 def kill_all(pids: Iterable[int], signum: int) -> None:

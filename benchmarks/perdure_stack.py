@@ -171,6 +171,10 @@ class Stack:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
     def state(self) -> StackState:
         found = stack_state.read(self.home.settings)
         if found is None:

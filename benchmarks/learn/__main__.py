@@ -3,7 +3,7 @@
 Preparation, once: make and calibrate instances, let a scripted teacher work through lessons, train a
 model on the exported lessons. Then for each seed: GRPO on real rollouts, with new weights in the running
 engine after each step. The same command continues where it stopped. If a trainer ends early, it is
-restarted together with everything else.
+restarted together with everything else; TRL, which owns its engine, alone while the stack runs.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from benchmarks.cpu_measurement import Meter
 from benchmarks.learn import toy_tasks, toy_vocabulary, training_report
-from benchmarks.learn.training_plan import AGENT, Broken, Plan, rollout_fields
+from benchmarks.learn.training_plan import AGENT, Broken, Plan, Trainer, rollout_fields
 from benchmarks.learn.training_stack import LearnHome, Live, installed, kill_everything
 from benchmarks.perdure_stack import ROOT
 from perdure.storage.store_url import open_store
@@ -39,6 +39,14 @@ RECIPE = {"lessons": LESSONS, "training": TRAINING, "held_out": HELD_OUT, "caref
 TRIES = 3
 """Tries of a preparation step, and of a trainer that makes no progress."""
 POLL_S = 0.2
+Part = Literal["everything", "trainer", "gateway", "worker"]
+
+
+class Kill(NamedTuple):
+    """Kill -9 a part during the step after `step`. TRL's trainer takes its colocated engine along."""
+
+    part: Part
+    step: int
 
 
 def main() -> None:
@@ -55,9 +63,10 @@ def main() -> None:
         once(given.folder, "calibration", lambda: _calibrate(it))
         once(given.folder, "lessons", lambda: _teach(it, base, made.lessons))
         once(given.folder, "supervised training", lambda: _train_base(it, base))
-        it.serve(base / "model")
+        if given.trainer == "own":
+            it.serve(base / "model")
         for seed in given.seeds:
-            _one(it, _plan(given, seed, base), given.kill_at)
+            _one(it, _plan(given, seed, base), given.kill)
             if given.keep:
                 training_report.keep(given.folder / "runs", training_report.KEPT, PICTURE)
     print(training_report.table(training_report.read(given.folder / "runs")))
@@ -174,9 +183,10 @@ def _teacher(lessons: Sequence[toy_tasks.Task]) -> Iterator[dict[str, object]]:
 
 def _plan(given: argparse.Namespace, seed: int, base: Path) -> Plan:
     name = f"seed-{seed}"
+    name += f"-{given.trainer}" if given.trainer != "own" else ""
     name += f"-late-{given.staleness}" if given.staleness else ""
     name += f"-{given.broken}" if given.broken else ""
-    name += "-killed" if given.kill_at else ""
+    name += "-killed" if given.kill else ""
     training = tuple(f"{toy_tasks.DATASET}/train-{n:03d}" for n in range(TRAINING))
     held_out = tuple(f"{toy_tasks.DATASET}/held-{n:03d}" for n in range(HELD_OUT))
     return Plan(
@@ -192,38 +202,53 @@ def _plan(given: argparse.Namespace, seed: int, base: Path) -> Plan:
         samples=given.samples,
         staleness=given.staleness,
         broken=given.broken,
+        trainer=given.trainer,
         learning_rate=given.learning_rate,
     )
 
 
-def _one(it: Live, plan: Plan, kill_at: int) -> None:
-    """Train to the end. With `kill_at`, kill all processes during the step after that one."""
-    tries = TRIES
+def _one(it: Live, plan: Plan, kills: Sequence[Kill]) -> None:
+    """Train to the end. Kills of steps that an earlier command has trained are left out."""
+    tries, done = TRIES, training_report.steps_done(plan.figures)
+    left: Sequence[Kill] = sorted(
+        (kill for kill in kills if kill.step >= done), key=lambda kill: kill.step
+    )
     while not training_report.is_finished(plan.figures, plan.steps):
         done = training_report.steps_done(plan.figures)
         print(f"{plan.name}: {done} of {plan.steps} steps are done", flush=True)
         trainer = it.train(plan)
-        if kill_at and not training_report.resumed(plan.figures):
-            _kill_in_the_middle(it, plan, trainer, kill_at)
-            kill_at = 0
+        left = _kill_in_the_middle(it, plan, trainer, left)
         if trainer.wait() == 0:
             continue
         tries = TRIES if training_report.steps_done(plan.figures) > done else tries - 1
         if not tries:
             raise SystemExit(f"{plan.name}: the trainer ended with {trainer.returncode}")
+        if plan.trainer == "trl" and it.stack.lives:
+            print(f"the trainer ended with {trainer.returncode}: restarting it", flush=True)
+            continue
         print(f"the trainer ended with {trainer.returncode}: restarting everything", flush=True)
         it.kill()
         it.restart()
-        it.serve(plan.base / "model")
+        if plan.trainer == "own":
+            it.serve(plan.base / "model")
 
 
 def _kill_in_the_middle(
-    it: Live, plan: Plan, trainer: "subprocess.Popen[bytes]", kill_at: int
-) -> None:
-    while training_report.steps_done(plan.figures) < kill_at and trainer.poll() is None:
-        time.sleep(POLL_S)
-    time.sleep(random.Random(plan.seed).uniform(2.0, 6.0))  # into the next step's rollouts
-    print(f"killed {it.kill()} processes", flush=True)
+    it: Live, plan: Plan, trainer: "subprocess.Popen[bytes]", kills: Sequence[Kill]
+) -> Sequence[Kill]:
+    """Kill until the trainer has ended. Returns the kills of later steps."""
+    for number, kill in enumerate(kills):
+        while training_report.steps_done(plan.figures) < kill.step and trainer.poll() is None:
+            time.sleep(POLL_S)
+        if trainer.poll() is not None:
+            return kills[number:]
+        time.sleep(random.Random(plan.seed).uniform(2.0, 6.0))  # into the next step's rollouts
+        if kill.part == "everything":
+            print(f"killed {it.kill()} processes", flush=True)
+        else:
+            it.kill_part(kill.part, trainer)
+            print(f"killed the {kill.part}", flush=True)
+    return ()
 
 
 def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -236,10 +261,17 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--staleness", type=int, default=0, help="weight versions between sampling and training"
     )
     parser.add_argument(
+        "--trainer", choices=get_args(Trainer), default="own", help="trl owns its engine, on policy"
+    )
+    parser.add_argument(
         "--broken", choices=get_args(Broken), default="", help="make this error on purpose"
     )
     parser.add_argument(
-        "--kill-at", type=int, default=0, metavar="STEP", help="kill -9 everything after this step"
+        "--kill",
+        type=_kills,
+        default=(),
+        metavar="gateway@5,everything@12",
+        help=f"kill -9 parts ({', '.join(get_args(Part))}) after these steps",
     )
     parser.add_argument("--learning-rate", type=float, default=7e-4)
     parser.add_argument("--agents", type=int, default=16, help="sandboxes at once")
@@ -252,6 +284,8 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="do not update benchmarks/learn/results and the picture in the docs",
     )
     given = parser.parse_args(words)
+    if given.trainer == "trl" and (given.staleness or given.broken):
+        parser.error("--staleness and --broken are for --trainer own")
     if given.new:
         shutil.rmtree(given.folder, ignore_errors=True)
     given.folder = given.folder.absolute()
@@ -260,6 +294,18 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _kills(text: str) -> tuple[Kill, ...]:
+    found = []
+    for one in text.split(","):
+        part, _, step = one.partition("@")
+        if part not in get_args(Part) or not step.isdigit():
+            raise argparse.ArgumentTypeError(
+                f"{one!r}: write a part ({', '.join(get_args(Part))}), @ and a step"
+            )
+        found.append(Kill(cast(Part, part), int(step)))
+    return tuple(found)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,11 @@ AGENT = "benchmarks.overhead.bash_agent:BashAgent"
 Broken = Literal["", "reencode", "temperature", "split"]
 """Deliberate errors. `reencode`: the trainer encodes the text of each answer again. `temperature`: rollouts
 are sampled at 0.7 and the trainer assumes 1. `split`: each turn is a segment with a share of the reward."""
+Trainer = Literal["own", "trl"]
+"""`own`: our loop, which publishes to Perdure's engines. `trl`: TRL's GRPOTrainer, which owns its vLLM."""
 BROKEN_TEMPERATURE = 0.7
+LAST_WRITTEN = "trainer_state.json"
+"""The last file of TRL's checkpoint."""
 GROUP_S = 900.0
 """A group ends after this time with its graded rollouts. Only an infrastructure failure takes longer."""
 
@@ -35,6 +39,7 @@ class Plan(Frozen):
     """Batches that are sampled ahead. Each is trained this many versions later."""
     learning_rate: float = 7e-4
     broken: Broken = ""
+    trainer: Trainer = "own"
     evaluate_samples: int = 4
     evaluate_every: int = 20
     """Steps between evaluations, which also happen before the first step and after the last one."""
@@ -42,6 +47,16 @@ class Plan(Frozen):
     @property
     def figures(self) -> Path:
         return self.folder / "figures.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """TRL's folder."""
+        return self.folder / "trl"
+
+    def checkpoint(self) -> Path | None:
+        """TRL's newest complete checkpoint. A killed trainer can leave a part of one."""
+        complete = [file.parent for file in self.checkpoints.glob(f"checkpoint-*/{LAST_WRITTEN}")]
+        return max(complete, key=optimizer_steps, default=None)
 
     def group(self, batch: int, instance: str, version: int) -> GroupRequest:
         """One group of a batch. `version`: the policy version that should sample it."""
@@ -57,6 +72,12 @@ class Plan(Frozen):
             n_samples=self.samples,
             deadline_s=GROUP_S,
         )
+
+    def trl_fields(self) -> dict[str, Any]:
+        """The fields of TRL's rollouts. TRL names the runs, and its temperature holds."""
+        fields = self._rollout(self.seed)
+        del fields["sampling"]["seed"]  # each step would sample with the same one
+        return fields
 
     def evaluation(self, step: int) -> RunRequest:
         """All held-out instances, at temperature 1."""
@@ -79,6 +100,10 @@ class Plan(Frozen):
                 "max_context_tokens": 256,
             }
         }
+
+
+def optimizer_steps(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def rollout_fields() -> dict[str, Any]:

@@ -14,15 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cpu_measurement import Meter, kill_all
+from benchmarks.cpu_measurement import Meter, kill_all, kill_tree
 from benchmarks.learn import toy_vocabulary
-from benchmarks.learn.training_plan import Plan
+from benchmarks.learn.training_plan import Plan, Trainer
 from benchmarks.perdure_stack import PERDURE, ROOT, Home, Stack
 from benchmarks.vllm_server import EVERYWHERE, ON_CPU, VLLM
 from perdure.python_interpreters import find_uv
 from perdure.stack.stack_ports import free_port
 
 PYTHON = VLLM / "venv/bin/python"
+TRL = "trl==1.16.0"
+PROGRAMS: dict[Trainer, str] = {"own": "training_loop", "trl": "trl_training"}
 START_S = 600.0
 """Timeout of the stack's start on a busy host."""
 DEAD_S = 60.0
@@ -54,6 +56,7 @@ class Live:
         self.logs = home.folder / "learn-logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.stack = Stack.start(home, meter, START_S)
+        self._serves = False
 
     def perdure(self, *words: str) -> None:
         """Run a perdure command. Raises: RuntimeError with its last output."""
@@ -62,7 +65,8 @@ class Live:
     def in_vllm(self, *words: str) -> "subprocess.Popen[bytes]":
         """Start one of our modules in vLLM's environment."""
         argv = [str(PYTHON), "-m", *words]
-        return self.meter.popen(argv, env=self.home.environment(), cwd=ROOT)
+        env = self.home.environment() | EVERYWHERE | ON_CPU
+        return self.meter.popen(argv, env=env, cwd=ROOT)
 
     def _run(self, name: str, argv: Sequence[str]) -> None:
         log = self.logs / f"{name}.log"
@@ -80,6 +84,7 @@ class Live:
         words += ["--executable", str(VLLM / "venv/bin/vllm"), "--vllm-args", flags]
         for name, value in (EVERYWHERE | ON_CPU).items():
             words += ["--env", f"{name}={value}"]
+        self._serves = True
         self.perdure("engines", "up", *words)
 
     @contextmanager
@@ -108,7 +113,15 @@ class Live:
         plan.folder.mkdir(parents=True, exist_ok=True)
         file = plan.folder / "plan.json"
         file.write_text(plan.model_dump_json(indent=1))
-        return self.in_vllm("benchmarks.learn.trainer.training_loop", str(file))
+        return self.in_vllm(f"benchmarks.learn.trainer.{PROGRAMS[plan.trainer]}", str(file))
+
+    def kill_part(self, part: str, trainer: "subprocess.Popen[bytes]") -> None:
+        """Kill -9 the trainer, with the engine in its process, or a process that the stack restarts."""
+        if part == "trainer":
+            kill_tree(trainer.pid)
+            trainer.wait()
+        else:
+            kill_all([self.stack.pids()[part]], signal.SIGKILL)
 
     def kill(self) -> int:
         """Kill -9 every process: stack, Temporal, gateway, worker, sandboxes, Ray, vLLM, trainer."""
@@ -120,7 +133,8 @@ class Live:
         self.stack = Stack.start(self.home, self.meter, START_S)
 
     def stop(self) -> None:
-        self.perdure("engines", "down")
+        if self._serves:
+            self.perdure("engines", "down")
         self.stack.stop()
 
 
@@ -135,12 +149,12 @@ def kill_everything(meter: Meter) -> int:
 
 
 def installed() -> None:
-    """Install vLLM for CPU with Perdure's client in the same environment. Raises: RuntimeError."""
-    mark = VLLM / "learn-ready"
+    """Install vLLM for CPU with TRL and Perdure's client in the same environment. Raises: RuntimeError."""
+    mark = VLLM / "learn-with-trl-ready"
     if mark.exists():
         return
     _shell([str(ROOT / "infra/setup/vllm"), str(VLLM)])
-    _shell([str(find_uv()), "pip", "install", "-q", "-p", str(PYTHON), f"{ROOT}[trainer]"])
+    _shell([str(find_uv()), "pip", "install", "-q", "-p", str(PYTHON), f"{ROOT}[trainer]", TRL])
     mark.touch()
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -50,6 +51,7 @@ class Processes:
     """`Live` with trainers that end as given: (steps, exit code)."""
 
     def __init__(self, *ends: tuple[int, int | None]) -> None:
+        self.stack = SimpleNamespace(lives=True)
         self.ends = list(ends)
         self.last: Trainer | None = None
         self.done: list[str] = []
@@ -60,19 +62,26 @@ class Processes:
 
     def kill(self) -> int:
         self.done.append("kill")
+        self.stack.lives = False
         if self.last is not None and self.last.returncode is RUNNING:
             self.last.returncode = -9
         return 7
 
+    def kill_part(self, part: str, trainer: Trainer) -> None:
+        self.done.append(f"kill {part}")
+        if part == "trainer":
+            trainer.returncode = -9
+
     def restart(self) -> None:
         self.done.append("restart")
+        self.stack.lives = True
 
     def serve(self, model: Path) -> None:
         self.done.append(f"serve {model.name}")
 
 
-def _one(processes: Processes, plan: Plan, kill_at: int = 0) -> None:
-    learn._one(cast(Live, processes), plan, kill_at)
+def _one(processes: Processes, plan: Plan, *kills: tuple[learn.Part, int]) -> None:
+    learn._one(cast(Live, processes), plan, [learn.Kill(*kill) for kill in kills])
 
 
 AGAIN = ["kill", "restart", "serve model"]
@@ -117,9 +126,81 @@ def test_everything_is_killed_once_at_the_step_given(
     """The trainer that goes on is left alone, although its figures were not written again yet."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     processes = Processes((12, RUNNING), (0, 1), (28, 0))
-    _one(processes, _given(tmp_path, "--kill-at", "12"), kill_at=12)
+    _one(processes, _given(tmp_path, "--kill", "everything@12"), ("everything", 12))
 
     assert processes.done == ["kill", *AGAIN, *AGAIN]
+
+
+def test_a_killed_trl_is_started_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is in its process. The stack restarts a killed gateway and worker itself."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    processes = Processes((12, RUNNING), (28, 0))
+    kills: list[tuple[learn.Part, int]] = [("trainer", 12), ("worker", 8), ("gateway", 4)]
+    plan = _given(tmp_path, "--trainer", "trl", "--kill", "trainer@12")
+    _one(processes, plan, *kills)
+
+    assert training_report.steps_done(plan.figures) == 40
+    assert processes.done == ["kill gateway", "kill worker", "kill trainer"]
+
+
+def test_trl_is_started_again_with_the_stack_if_everything_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Perdure serves no engine of its own for it."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    processes = Processes((12, RUNNING), (28, 0))
+    _one(processes, _given(tmp_path, "--trainer", "trl"), ("everything", 12))
+
+    assert processes.done == ["kill", "kill", "restart"]
+
+
+def test_a_command_that_continues_does_not_repeat_its_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    plan = _given(tmp_path, "--trainer", "trl")
+    _one(Processes((5, 1), (8, 1), (0, 0)), plan)
+    longer = _given(tmp_path, "--trainer", "trl", "--steps", "60")
+    processes = Processes((0, RUNNING), (47, 0))
+    _one(processes, longer, ("gateway", 4), ("trainer", 13))
+
+    assert processes.done == ["kill trainer"]
+
+
+def test_trl_resumes_from_its_newest_complete_checkpoint(tmp_path: Path) -> None:
+    """A kill during a save leaves a folder without the trainer's state."""
+    plan = _given(tmp_path, "--trainer", "trl")
+    for number, name in (
+        (8, "trainer_state.json"),
+        (10, "trainer_state.json"),
+        (12, "optimizer.pt"),
+    ):
+        folder = plan.checkpoints / f"checkpoint-{number}"
+        folder.mkdir(parents=True)
+        (folder / name).touch()
+
+    assert plan.checkpoint() == plan.checkpoints / "checkpoint-10"
+    assert _given(tmp_path, "--trainer", "own").checkpoint() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--kill engine@3", "'engine@3': write a part"),
+        ("--kill gateway", "'gateway': write a part"),
+        ("--trainer trl --staleness 1", "are for --trainer own"),
+        ("--trainer trl --broken split", "are for --trainer own"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        _given(tmp_path, *words.split())
+
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -127,7 +208,9 @@ def test_everything_is_killed_once_at_the_step_given(
     [
         ("--staleness 1", "seed-1-late-1", {"staleness": 1}),
         ("--staleness 2 --seeds 3", "seed-3-late-2", {"staleness": 2, "seed": 3}),
-        ("--kill-at 12", "seed-1-killed", {"staleness": 0, "broken": ""}),
+        ("--kill everything@12", "seed-1-killed", {"staleness": 0, "broken": ""}),
+        ("--trainer trl", "seed-1-trl", {"trainer": "trl"}),
+        ("--trainer trl --kill trainer@3", "seed-1-trl-killed", {"trainer": "trl"}),
         ("--broken reencode", "seed-1-reencode", {"broken": "reencode"}),
         ("--broken temperature", "seed-1-temperature", {"broken": "temperature"}),
         ("--broken split", "seed-1-split", {"broken": "split"}),
