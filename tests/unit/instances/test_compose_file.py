@@ -197,7 +197,7 @@ def test_services_that_cannot_start_are_refused(tmp_path: Path, compose: str, sa
 
 def test_a_task_with_services_needs_no_dockerfile(tmp_path: Path) -> None:
     """As in Harbor, which copies the folder into the image's workdir only if it has no compose file."""
-    folder = write_harbor(tmp_path / "add", "main:1", more='workdir = "/app"\n')
+    folder = write_harbor(tmp_path / "add", "main:1")
     (folder / "environment/Dockerfile").unlink()
     write_compose(folder, "services: {db: {image: 'db:1'}}")
 

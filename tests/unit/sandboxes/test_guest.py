@@ -105,7 +105,7 @@ async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
 
 async def test_guest_knows_its_resident(box: Folder) -> None:
     """`end_all` in a container spares the process that this record names."""
-    code = "import sys; sys.path[:0] = sys.argv[1:]; import guest_records as r; print(r.resident())"
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import guest_records as r; print(r.kept_process('resident.lock'))"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", code, str(box.folder)), stdout=asyncio.subprocess.PIPE
     )
