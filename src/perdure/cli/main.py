@@ -22,6 +22,10 @@ COMMANDS = {
         "perdure.cli.commands.eval:evaluate",
         "Like run, with an estimate before it and a report after it.",
     ),
+    "swebench": (
+        "perdure.cli.commands.swebench:swebench",
+        "Like eval, with the options of `mini-extra swebench`.",
+    ),
     "sweep": (
         "perdure.cli.commands.sweep:sweep",
         "Run each combination of agents, models and fields.",

@@ -713,7 +713,7 @@ def offers(words: list[str], beginning: str) -> list[str]:
 
 def test_completion_knows_the_commands() -> None:
     """Tab after `perdure s` offers the commands with that beginning."""
-    assert offers([], "s") == ["sweep", "status", "show", "sandboxes", "settings"]
+    assert offers([], "s") == ["swebench", "sweep", "status", "show", "sandboxes", "settings"]
 
 
 def test_completion_knows_the_agents() -> None:

@@ -1,6 +1,5 @@
 """What `perdure run SOURCE` reads, and which of its rows matter."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from perdure.cli.runs.instance_selection import resolve
 from perdure.errors import InstanceError
 from perdure.instances.rows.row_choice import Choice
 from perdure.storage.local_store import LocalStore
+from tests.hub_cache import cached
 
 ROW: dict[str, Any] = {
     "problem_statement": "fix it",
@@ -26,34 +26,11 @@ ROW: dict[str, Any] = {
 IDS = ("astropy__astropy-1", "django__django-1", "django__django-2")
 
 
-def cached(home: Path, owner: str, name: str) -> None:
-    """The dataset as the library left it in its cache when it was loaded from the hub."""
-    datasets: Any = importlib.import_module("datasets")
-    arrow: Any = importlib.import_module("datasets.arrow_writer")
-    folder = home / "datasets" / f"{owner}___{name.lower()}" / "default" / "0.0.0" / ("0" * 40)
-    folder.mkdir(parents=True)
-    rows = datasets.Dataset.from_list([{**ROW, "instance_id": one} for one in IDS])
-    file = str(folder / f"{name.lower()}-test.arrow")
-    writer = arrow.ArrowWriter(path=file, features=rows.features)
-    for row in rows:
-        writer.write(row)
-    writer.finalize()
-    split = {"name": "test", "num_bytes": 1, "num_examples": len(IDS), "dataset_name": name}
-    info = datasets.DatasetInfo(
-        features=rows.features,
-        builder_name="parquet",
-        dataset_name=name.lower(),
-        config_name="default",
-        version="0.0.0",
-        splits={"test": split},
-    )
-    info.write_to_directory(str(folder))
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_public_set_needs_no_word_but_its_name(tmp_path: Path) -> None:
     """Offline, from the library's cache: the recipe knows the hub's name, split, format and image."""
-    cached(tmp_path / "hf", "SWE-bench", "SWE-bench_Verified")
+    rows = [{**ROW, "instance_id": one} for one in IDS]
+    cached(tmp_path / "hf", "SWE-bench", "SWE-bench_Verified", rows)
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PERDURE_", "TEMPORAL_"))
     }

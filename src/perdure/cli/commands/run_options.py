@@ -322,11 +322,23 @@ def play(
     from perdure.cli.runs import run_launcher
 
     planned = asyncio.run(run_launcher.plan(settings, asked))
+    if code := follow(settings, planned, launch, reports=reports):
+        raise click.exceptions.Exit(code)
+
+
+def follow(
+    settings: "Settings", planned: "CheckedRun", launch: LaunchOptions, *, reports: bool
+) -> int:
+    """`play` for a run that is planned. Returns the exit code."""
+    import asyncio
+
+    from perdure.cli.runs import run_launcher
+
     if (reports or launch.dry_run or launch.like) and not launch.as_json:
         say_estimate(settings, planned, launch)
     if launch.dry_run:
         run_launcher.show(planned, as_json=launch.as_json)
-        return
+        return 0
     code = run_launcher.play(
         settings, planned, wait=launch.wait, as_json=launch.as_json, notify=launch.notify
     )
@@ -335,8 +347,7 @@ def play(
 
         run_id = planned.request.run_id
         run_reports.print_text(asyncio.run(run_reports.make(settings, [run_id], launch.prices)))
-    if code:
-        raise click.exceptions.Exit(code)
+    return code
 
 
 def say_estimate(settings: "Settings", planned: "CheckedRun", launch: LaunchOptions) -> None:
