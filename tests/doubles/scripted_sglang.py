@@ -60,6 +60,7 @@ class ScriptedSglang:
         return Starlette(
             routes=[
                 Route("/generate", self._generate, methods=post),
+                Route("/tokenize", self._tokenize, methods=post),
                 Route("/v1/models", self._models),
                 Route("/model_info", self._model_info),
                 Route("/metrics", self._metrics),
@@ -117,6 +118,11 @@ class ScriptedSglang:
                     out = told.take(found["choices"][0], incremental=self._incremental)
                 yield b"data: " + json.dumps(out).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
+
+    async def _tokenize(self, request: Request) -> Response:
+        url = f"{self._engine.url}/tokenize"
+        response = await self._client.post(url, content=await request.body())
+        return Response(response.content, media_type="application/json")
 
     async def _models(self, _: Request) -> Response:
         response = await self._client.get(f"{self._engine.url}/v1/models")

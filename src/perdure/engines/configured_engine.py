@@ -5,6 +5,7 @@ Keys come from environment variables that the settings name. Their values are ne
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import httpx
 
@@ -15,6 +16,7 @@ from perdure.engines.clients.hosted_requests import engine_name
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.engine_roster import InMemoryRoster, SharedRoster
 from perdure.engines.engine_state import EngineSpec, name_of
+from perdure.engines.health_check import TokenizerCanary
 from perdure.engines.model_choice import ChosenModel, chosen_model, engines_of
 from perdure.engines.pool.engine_fleet import PoolOptions
 from perdure.engines.pool.engine_pool import EnginePool
@@ -50,11 +52,12 @@ class ConfiguredEngine:
         *,
         home_key: str = "",
         vocabulary: int | None = None,
+        canary: Callable[[str], TokenizerCanary] | None = None,
         allowance: ApiAllowance | None = None,
     ) -> None:
         """`roster`: the roster that the gateways of a home share; a single process needs none.
         `home_key`: the key of engines behind an `EngineProxy`. `vocabulary`: how many token ids the
-        settings' model has. `allowance`: the limits of the account, if it is a hosted API's."""
+        settings' model has. `canary`: as in `PoolOptions`. `allowance`: the limits of the account, if it is a hosted API's."""
         self._settings = settings
         self._client = client
         self._allowance = allowance
@@ -68,6 +71,8 @@ class ConfiguredEngine:
             key_source=key_source,
             home_key=home_key,
             vocabulary=vocabulary,
+            tokenizer=settings.engine.tokenizer,
+            canary=canary,
             agents=settings.engine.agents,
             hang_s=settings.engine.hang_s,
         )

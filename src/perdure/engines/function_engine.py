@@ -10,7 +10,8 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,6 +22,9 @@ from starlette.routing import Route
 from perdure.engines.clients.engine_errors import CONTENT_STATUSES, TOO_LONG
 from perdure.engines.clients.token_endpoint import PREEMPTIONS, npy_of_experts
 from perdure.types import DEFAULT_MODEL, ExpertRows, FinishReason, VersionSpan
+
+if TYPE_CHECKING:
+    import tokenizers
 
 ROUTED_FROM = "routed_experts_prompt_start"
 PLAIN = frozenset(
@@ -100,7 +104,9 @@ class ServedFunction:
         root: str = "",
     ) -> None:
         """`accepts`: the sampling parameters that `sample` applies. A request with any other gets a 400.
-        `root`: the model behind the name `model`, if it is known."""
+        `root`: the model behind the name `model`, if it is known: a folder, or a name at Hugging Face. If
+        its tokenizer can be read on this host, a gateway refuses the engine unless it writes prompts
+        with the same tokenizer; otherwise the tokenizer is not checked."""
         self._sample = sample
         self._accepts = accepts | PLAIN
         self._address = (host, port)
@@ -130,6 +136,7 @@ class ServedFunction:
         app = Starlette(
             routes=[
                 Route("/inference/v1/generate", self._generate, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
@@ -220,6 +227,16 @@ class ServedFunction:
             choice[PREEMPTIONS] = found.preemptions
         return {"object": "generate", "model": self._model, "choices": [choice]}
 
+    async def _tokenize(self, request: Request) -> Response:
+        """Gateways ask only while they prove the engine, so the tokenizer is not kept in memory."""
+        body = await request.json()
+        tokenizer = await asyncio.to_thread(_tokenizer_of, self._root)
+        if tokenizer is None:
+            return _error(404, f"no tokenizer of {self._root!r} can be read on this host")
+        special = bool(body.get("add_special_tokens", True))
+        ids = tokenizer.encode(str(body.get("prompt", "")), add_special_tokens=special).ids
+        return JSONResponse({"count": len(ids), "tokens": ids})
+
     async def _models(self, _: Request) -> Response:
         card = {"id": self._model, "object": "model", "root": self._root or None}
         return JSONResponse({"object": "list", "data": [card]})
@@ -250,6 +267,23 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _tokenizer_of(root: str) -> "tokenizers.Tokenizer | None":
+    """The tokenizer of a model's folder, or of a name in Hugging Face's cache of this host. None if there
+    is none, or if the packages of this process cannot read it. Downloads nothing."""
+    try:
+        import huggingface_hub
+        import tokenizers
+
+        file: object = Path(root, "tokenizer.json")
+        if not root or not Path(root).is_dir():
+            file = huggingface_hub.try_to_load_from_cache(root, "tokenizer.json")
+        made = tokenizers.Tokenizer.from_file(str(file))
+    except Exception:  # `tokenizers` raises no narrower class
+        return None
+    made.no_truncation()
+    return made
 
 
 def _status(error: Exception) -> int:

@@ -33,6 +33,7 @@ HELD_S = 3600.0
 """Seconds after which an update that still holds an engine counts as dead. The engine is then condemned."""
 
 
+SETTINGS_HINT = ". Check PERDURE_ENGINE__URL, PERDURE_ENGINE__MODEL and the engine's key"
 JOINING = frozenset({EngineState.STARTING, EngineState.DEAD})
 """States in which an engine may be a new process with other flags."""
 CERTAIN: Mapping[str, float] = {"temperature": 0.05, "top_p": 1e-6}
@@ -54,6 +55,29 @@ class Finding(NamedTuple):
     model: ServedModel = ServedModel()
 
 
+class OtherTokenizer(EngineRefused):
+    """The engine's tokenizer gives other ids than the one that writes its prompts."""
+
+
+class TokenizerCanary(NamedTuple):
+    """Shows whether an engine has the tokenizer that writes its prompts."""
+
+    text: str
+    """`TOKENIZED`, then each control token."""
+    digest: str
+    """Of the ids of the text."""
+
+
+class Rendering(NamedTuple):
+    """The tokenizer with which this process writes a model's prompts."""
+
+    tokenizer: str
+    """As in the setting: `qwen3`, or a folder."""
+    canary: TokenizerCanary
+    is_default: bool
+    """Whether it is the tokenizer of the settings, and not one that the roster names."""
+
+
 @dataclass
 class Load:
     """This process's calls on the engine. `progress`: `time.monotonic()` of the newest token or of the
@@ -71,7 +95,13 @@ class HealthCheck:
         self._hang_s = hang_s
         self.vitals = Vitals()
         self.refused = ""
-        """Why it cannot serve as configured, such as a wrong model name or a wrong key."""
+        """Why it cannot serve as configured (a wrong model name, key or tokenizer), and the fix."""
+        self.rendering: Rendering | None = None
+        """None: engines' tokenizers are not checked."""
+        self._read: tuple[int, str] | None = None
+        """The generation whose tokenizer this process has checked, and the digest that it wanted."""
+        self.has_other_tokenizer = False
+        """Whether the engine has another tokenizer, and had it since this process knows it."""
         self._moved_at = time.monotonic()
         self._period: object = None
         self._period_began = 0.0
@@ -88,6 +118,12 @@ class HealthCheck:
         match record.state:
             case EngineState.READY:
                 self.refused = ""  # another process may have proven it
+                if not self.reads_prompts(record):
+                    try:
+                        await self._check_tokenizer(record, record.wire_model, record.served.root)
+                    except OtherTokenizer as other:
+                        self.refused = str(other)
+                        return Finding(EngineState.DEAD, str(other))
                 return await self._check(record, load)
             case EngineState.STARTING | EngineState.SUSPECT:
                 return await self._prove(record)
@@ -97,6 +133,24 @@ class HealthCheck:
                 return await self._paused(record)
             case _:
                 return None
+
+    def reads_prompts(self, record: EngineRecord) -> bool:
+        """Whether this process has found that the engine's tokenizer is that of the prompts."""
+        wanted = self.rendering
+        return wanted is None or self._read == (record.generation, wanted.canary.digest)
+
+    async def _check_tokenizer(self, record: EngineRecord, served: str, root: str) -> None:
+        """An engine that does not tell its tokenizer passes.
+
+        `served`: the model's name in requests. Raises: OtherTokenizer.
+        """
+        if (wanted := self.rendering) is None:
+            return
+        found = await self._control.tokenizer(served, wanted.canary.text)
+        if found not in ("", wanted.canary.digest):
+            self.has_other_tokenizer = self._read is None
+            raise OtherTokenizer(_other_tokenizer(record, root, found, wanted))
+        self._read, self.has_other_tokenizer = (record.generation, wanted.canary.digest), False
 
     async def _check(self, record: EngineRecord, load: Load) -> Finding | None:
         try:
@@ -132,7 +186,8 @@ class HealthCheck:
         try:
             return await self._proven(record)
         except EngineRefused as refused:
-            self.refused = str(refused)
+            hint = "" if isinstance(refused, OtherTokenizer) else SETTINGS_HINT
+            self.refused = f"{refused}{hint}"
             return _unchanged(record, refused)
         except EngineSilent as silent:
             lost = silent.gone or self.waited(record) > self._hang_s
@@ -153,6 +208,7 @@ class HealthCheck:
         served = start_id if is_fenced(record.model, start_id) else record.model
         tokenizer = await self._control.tokenizer(served)
         model = ServedModel(root=root, tokenizer=tokenizer)
+        await self._check_tokenizer(record, served, root)
         if await self._is_paused():
             return Finding(EngineState.PAUSED, "paused from outside", start_id, model=model)
         timeout_s = min(SUSPECT_PROBE_S, self._hang_s)
@@ -203,6 +259,24 @@ async def check_logprobs(control: EngineControl, model: str, timeout_s: float) -
                 f"engine {control.url} reports logprobs before temperature and top_p "
                 f"({certain.logprob:.3f} for a token that was certain): {control.processed_by}"
             )
+
+
+def _other_tokenizer(record: EngineRecord, root: str, found: str, wanted: Rendering) -> str:
+    """What a user is told of an engine with another tokenizer."""
+    name, model = wanted.tokenizer, record.model
+    of_root = f"{root}, " if root else ""
+    added = f"`perdure engines add {record.url} --model {model} --tokenizer FOLDER`"
+    fix = (
+        "set PERDURE_ENGINE__TOKENIZER to the folder of the engine's model"
+        if wanted.is_default
+        else f"name the folder of the engine's model with {added} (and another --model if other "
+        f"engines have {model})"
+    )
+    return (
+        f"the engine {record.url} cannot sample for the model {model}: its tokenizer ({of_root}digest "
+        f"{found}) gives other ids than {name!r} (digest {wanted.canary.digest}), which writes the prompts. "
+        f"Start it with a model that has the tokenizer {name!r}, or {fix}"
+    )
 
 
 def _unchanged(record: EngineRecord, error: Exception) -> Finding | None:

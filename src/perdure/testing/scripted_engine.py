@@ -738,7 +738,7 @@ class ScriptedEngine:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await request.json()
-        tokens = self._tokenizer.encode_plain(str(body.get("prompt", "")))
+        tokens = self._tokenizer.encode(str(body.get("prompt", "")))
         return JSONResponse(
             {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
         )

@@ -1,23 +1,21 @@
-"""A tokenizer and a configuration that trainers load where they ask for a model; none of it is used."""
+"""A tokenizer and a configuration that trainers load where they ask for a model.
+
+The tokenizer is Qwen3's, as the gateways': they refuse a trainer that has another.
+"""
 
 # mypy: ignore-errors
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import Qwen3Config
+
+from tests.real.vllm import make_model
 
 
 def save(folder: Path) -> str:
-    words = {"<pad>": 0, "<unk>": 1, "<eos>": 2}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="<eos>",
-        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
-    ).save_pretrained(folder)
+    tokenizer = make_model.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=3,

@@ -145,15 +145,14 @@ class EngineControl:
         fenced = next((name for name in roots if is_fenced(model, name)), "")
         return Served(fenced or vitals.started, roots.get(fenced or model, ""))
 
-    async def tokenizer(self, model: str) -> str:
-        """A digest of the ids of one text, which identifies the tokenizer; empty if there is no answer."""
-        body = {"model": model, "prompt": TOKENIZED, "add_special_tokens": False}
+    async def tokenizer(self, model: str, text: str = TOKENIZED) -> str:
+        """A digest of the ids of a text, which identifies the tokenizer; empty if there is no answer."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
         try:
             response = await self._send("POST", "/tokenize", body, timeout=self._probe_s)
         except ControlPlaneError:
             return ""
-        ids = object_of(response).get("tokens")
-        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12] if ids else ""
+        return digest_of_ids(object_of(response).get("tokens"))
 
     async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
         """Prove readiness by sampling one token. Raises: ControlPlaneError."""
@@ -344,6 +343,11 @@ def version_number(label: object) -> int | None:
         raise ValueError(f"the weight label {str(label)!r} is negative: not a policy version")
     found = re.search(r"\d+$", str(label))
     return int(found[0]) if found else None
+
+
+def digest_of_ids(ids: Sequence[int] | None) -> str:
+    """Empty if there are no ids."""
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:12] if ids else ""
 
 
 def object_of(response: httpx.Response) -> dict[str, Any]:

@@ -56,6 +56,11 @@ class PoolOptions:
     """Replaces `api_key` for engines behind an `EngineProxy`; derived from the home's secret."""
     vocabulary: int | None = None
     """How many token ids that model has; None: not known."""
+    tokenizer: str = ""
+    """The tokenizer of that model's prompts, as in the settings."""
+    canary: Callable[[str], health_check.TokenizerCanary] | None = None
+    """The canary of the tokenizer that a setting names. Raises: ConfigurationError. None: engines'
+    tokenizers are not checked."""
     agents: int = MOST_AGENTS
     """The most agents that one engine may hold."""
     hang_s: float = 120.0
@@ -93,6 +98,8 @@ class Fleet:
         self._options = options
         self._starting = asyncio.Lock()
         self._turn = asyncio.Lock()
+        self._canaries: dict[str, health_check.TokenizerCanary | None] = {}
+        """By the name of a tokenizer that writes prompts; None if it cannot be read here."""
         self._asked = 0.0
         """When this process requested the roster that it applied last."""
         self._following: asyncio.Task[None] | None = None
@@ -136,6 +143,7 @@ class Fleet:
             asked = time.monotonic()
             roster = await self._roster.change(change)
             self._asked = asked
+            await self._load_canaries(roster)
             self._sync(roster)
         return roster
 
@@ -226,16 +234,45 @@ class Fleet:
             self._leases.expire()
             self._changed()
 
+    async def _load_canaries(self, roster: Roster) -> None:
+        """Load each tokenizer once, before an engine of its models takes calls."""
+        if (canary := self._options.canary) is None:
+            return
+        used = {self._tokenizer(roster, one.model) for one in self.used(roster).engines}
+        for name in used - self._canaries.keys():
+            try:
+                self._canaries[name] = await asyncio.to_thread(canary, name)
+            except PerdureError as error:  # a session of its models reports it
+                log.warning("cannot check an engine's tokenizer", error=str(error))
+                self._canaries[name] = None
+
+    def _tokenizer(self, roster: Roster, model: str) -> str:
+        """The tokenizer of a model's prompts, as a setting names it."""
+        found = None if self._is_own(model) else roster.formats.get(model)
+        return self._options.tokenizer if found is None else found.tokenizer
+
+    def _is_own(self, model: str) -> bool:
+        """Whether it is the settings' model."""
+        return model in (self._options.model, DEFAULT_MODEL)
+
+    def _rendering(self, roster: Roster, model: str) -> health_check.Rendering | None:
+        name = self._tokenizer(roster, model)
+        canary = self._canaries.get(name)
+        is_default = self._is_own(model) or model not in roster.formats
+        return health_check.Rendering(name, canary, is_default) if canary else None
+
     def _sync(self, roster: Roster) -> None:
         wanted = {record.name: record for record in self.used(roster).engines}
         for name in [name for name in self.engines if name not in wanted]:
             self._leave(self.engines.pop(name))
         for record in wanted.values():
             engine = self.engines.get(record.name)
+            rendering = self._rendering(roster, record.model)
             if engine is None:
-                self.engines[record.name] = self._join(record)
+                engine = self.engines[record.name] = self._join(record)
             elif engine.record != record:
                 self._become(engine, record)
+            engine.health.rendering = rendering
         self._changed()
 
     def _join(self, record: EngineRecord) -> PooledEngine:
@@ -246,13 +283,12 @@ class Fleet:
         name = engine_name(record.kind, record.url)
         probe_s = min(PROBE_S, options.hang_s)
         speaks, controlled = SPEAKS[record.kind]
-        own_model = record.model in (options.model, DEFAULT_MODEL)
         control = controlled(
             record.url,
             self._client,
             api_key=key,
             probe_s=probe_s,
-            vocabulary=options.vocabulary if own_model else None,
+            vocabulary=options.vocabulary if self._is_own(record.model) else None,
         )
         engine = PooledEngine(
             record,

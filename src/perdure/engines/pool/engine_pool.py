@@ -207,7 +207,7 @@ class EnginePool:
                     call.reset_patience()  # if the engines have left since, the patience starts now
                 elif not self._usable(call) and all(one.checked for one in self._engines_of(call)):
                     raise self._unusable(call) from None
-            if call.engine is not None and not call.engine.record.serves:
+            if call.engine is not None and not call.engine.serves:
                 self._give_back(call)  # the engine stopped serving before this call continued
             if call.engine is None and (refused := self._refused(call)) is not None:
                 raise refused
@@ -240,7 +240,7 @@ class EnginePool:
         return [
             one
             for one in self._engines_of(call)
-            if one.record.serves and call.versions.include(one.record.version)
+            if one.serves and call.versions.include(one.record.version)
         ]
 
     def _is_too_stale(self, call: GenerateCall) -> bool:
@@ -252,15 +252,14 @@ class EnginePool:
 
     def _refused(self, call: GenerateCall) -> Refused | CallsRefused | None:
         """Why waiting cannot help; None if it can. Either every engine serves a policy version that is too
-        new, or every engine has refused the settings' model or key since it was added."""
+        new, or every engine refuses the settings' model or key, or has another tokenizer."""
         if self._is_too_stale(call):
             told = f"this group accepts only {call.versions}, and every engine serves newer weights"
             return Refused(410, TOO_STALE, told)
         present = [one for one in self._engines_of(call) if not one.record.removed]
-        if not present or not all(one.has_never_served for one in present):
+        if not present or not all(one.refused for one in present):
             return None
-        hint = ". Check PERDURE_ENGINE__URL, PERDURE_ENGINE__MODEL and the engine's key"
-        return CallsRefused(present[0].health.refused + hint)
+        return CallsRefused(present[0].refused)
 
     def _unusable(self, call: GenerateCall) -> GatewayUnavailable:
         return GatewayUnavailable(

@@ -89,9 +89,15 @@ class PooledEngine:
     """Writes what a call saw of the engine to the roster."""
 
     @property
-    def has_never_served(self) -> bool:
-        """Whether it has refused every probe since it was added: its settings are wrong."""
-        return self.record.state is EngineState.STARTING and bool(self.health.refused)
+    def serves(self) -> bool:
+        """Whether it takes calls of this process."""
+        return self.record.serves and self.health.reads_prompts(self.record)
+
+    @property
+    def refused(self) -> str:
+        """Why it takes no call until a user changes the settings; empty if it may take calls."""
+        is_new = self.record.state is EngineState.STARTING
+        return self.health.refused if is_new or self.health.has_other_tokenizer else ""
 
     def load(self) -> Load:
         now = time.monotonic()

@@ -49,6 +49,7 @@ from perdure.gateway.mcp.mcp_proxy import (
 )
 from perdure.gateway.rate_limits import Ceilings
 from perdure.gateway.rendering.message_format import load_format
+from perdure.gateway.rendering.tokenizers import tokenizer_canary
 from perdure.gateway.session_manager import Sessions
 from perdure.gateway.session_model import ModelLoader, SessionModel
 from perdure.gateway.turns.identical_calls import Caller
@@ -135,6 +136,7 @@ def create_app(
                 roster,
                 home_key=keys.data,
                 vocabulary=vocabulary,
+                canary=tokenizer_canary,
                 allowance=ApiAllowance(store, secrets.oldest, url, limits),
             )
             ceilings = Ceilings(

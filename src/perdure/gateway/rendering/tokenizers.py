@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from perdure.engines.clients.vllm_control import TOKENIZED, digest_of_ids
+from perdure.engines.health_check import TokenizerCanary
 from perdure.gateway.rendering.control_token_text import marked, spellings, unmarked
 from perdure.gateway.rendering.tokenizer_setting import folder_of
 
@@ -218,6 +220,14 @@ def published(folder: Path, name: str) -> dict[str, Any]:
     path = folder / name
     found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return found
+
+
+def tokenizer_canary(name: str) -> TokenizerCanary:
+    """Raises: ConfigurationError, as `load_tokenizer`."""
+    tokenizer = load_tokenizer(name)
+    control = (one for one in tokenizer.control_tokens if one == one.strip())
+    text = "".join((TOKENIZED, *control))
+    return TokenizerCanary(text, digest_of_ids(tokenizer.encode(text)))
 
 
 @functools.lru_cache(4)
