@@ -1,6 +1,10 @@
 """Reads the requests of the relay inside a sandbox, and sends it pieces of answers.
 
-Everything that it reads is untrusted.
+The relay writes each request as a line of an append-only log, and marks it `done` when the agent has its
+answer. The byte offset in the log is the acknowledgment, so any provider that keeps a command's output can
+carry it. Answers return in numbered pieces: duplicates are dropped, lost pieces are requested again. Not
+all providers stream standard input, and polling folders would take five calls for each model call.
+Everything that is read here is untrusted.
 """
 
 import asyncio
