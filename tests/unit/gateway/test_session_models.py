@@ -1,6 +1,7 @@
 """Many models behind one gateway: each session names its model, and each has its engines."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -184,11 +185,12 @@ async def test_a_group_that_every_engine_of_its_model_has_outrun_is_refused(
     assert "every engine serves newer weights" in answer.text
 
 
-async def test_a_session_keeps_its_tokenizer_when_another_process_continues_it(
+async def test_a_session_goes_on_when_its_tokenizer_is_in_another_folder(
     tmp_path: Path, judge: ScriptedEngine, other_tokenizer: str
 ) -> None:
-    """The ids in its journal stand for text only with the tokenizer that made them, even if the model
-    has another one by now."""
+    """Another process continues it after the model was added again, from a copy of its folder. The
+    prompt begins with the recorded ids."""
+    copy = shutil.copytree(other_tokenizer, tmp_path / "copy")
     async with home(tmp_path) as first:
         roster = roster_of(first)
         judged = ModelFormat(tokenizer=other_tokenizer)
@@ -196,7 +198,8 @@ async def test_a_session_keeps_its_tokenizer_when_another_process_continues_it(
         key = await first.open("s", model="judge")
         answer = await ask(first, key, [{"role": "user", "content": "Go."}])
     await remove_engine(roster, name_of(judge.url))
-    await add_engine(roster, EngineSpec(judge.url), "judge", model_format=QWEN3)
+    moved = ModelFormat(tokenizer=str(copy))
+    await add_engine(roster, EngineSpec(judge.url), "judge", model_format=moved)
     async with home(tmp_path) as second:
         messages = [{"role": "user", "content": "Go."}, answer, {"role": "user", "content": "On."}]
         await ask(second, key, messages)
