@@ -47,7 +47,7 @@ class TestDocker(SandboxContract):
         self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A boot is a run and a set-up; a command and an upload are one call each; a
-        kill lists the sandbox's containers, and removes them."""
+        kill lists the sandbox's containers, removes them, and lists the volumes that they shared."""
         async with self.box(provider):
             pass  # the engine and the image are inspected once
         log, docker = tmp_path / "log", tmp_path / "docker"
@@ -58,7 +58,10 @@ class TestDocker(SandboxContract):
             await box.exec("true")
             await box.put("large", b"x" * 100_000)
 
-        assert log.read_text().split() == ["run", "exec", "exec", "exec", "ps", "rm"]
+        assert log.read_text().split() == [
+            *("run", "exec", "exec", "exec"),
+            *("ps", "rm", "volume"),
+        ]
 
     async def test_no_argument_tells_a_variable(
         self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
