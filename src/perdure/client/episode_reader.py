@@ -38,8 +38,8 @@ async def read_episodes(
     References without a `uri` are left out: stragglers whose episodes do not exist yet.
     `keep_unused`: include answers that the agent did not use. `routed_experts`: also read what
     `experts_of(segment)` gives, for router replay. `kept_tokens`: also what `kept_of(segment)`
-    gives, for a trainer that normalises over the top-p set of each token. `store`: by default the one that the
-    settings name. `http://...` names a gateway, which reads the episodes from its store.
+    gives, for a trainer that normalises over the top-p set of each token. `store`: by default the one
+    that the settings name. `http://...` names a gateway, which reads the episodes from its store.
 
     Raises: NotFound (deleted), ConfigurationError (in another store), ValueError (unreadable).
     """

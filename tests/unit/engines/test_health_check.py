@@ -14,13 +14,14 @@ from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl, EngineSilent
 from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineRecord, EngineState, name_of
-from perdure.engines.health_check import HealthCheck, Load
+from perdure.engines.health_check import HealthCheck, Load, Rendering
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.engines.pool.policy_versions import Versions
 from perdure.engines.pool.pool_metrics import pool_metrics
 from perdure.engines.pool.pooled_engine import PooledEngine, RunningCall
 from perdure.engines.pool.token_salvage import Salvage
 from perdure.errors import ControlPlaneError
+from perdure.gateway.rendering.tokenizers import tokenizer_canary
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import FinishReason
 from tests.engine_wire import Step, answering, plain
@@ -68,6 +69,21 @@ def resumed(pooled: PooledEngine, *, since_s: float = 0.0) -> RunningCall:
     call = RunningCall(asyncio.create_task(forever()), salvage, Versions(), began, 40, began)
     pooled.running.add(call)
     return call
+
+
+async def test_a_ready_engine_gets_no_call_before_its_tokenizer_is_checked(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """Another process may have found it ready for prompts of another tokenizer. So it is after its restart,
+    which has another generation."""
+    pooled = seated(engine.url, client)
+    pooled.health.rendering = Rendering("qwen3", tokenizer_canary("qwen3"), is_default=True)
+    before = pooled.serves
+    await pooled.health.look(pooled.record, Load())
+    after = pooled.serves
+    pooled.record = pooled.record.model_copy(update={"generation": 4})
+
+    assert (before, after, pooled.serves) == (False, True, False)
 
 
 # --- one host's view ------------------------------------------------------------------------------

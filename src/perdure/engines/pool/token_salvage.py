@@ -1,5 +1,5 @@
-"""The tokens that a turn has so far, each with the engine and the policy version that sampled it, and
-the experts to which the engines routed them, and what top-p left for each."""
+"""The tokens that a turn has so far: for each, the engine and the policy version that sampled it, the
+experts that it was routed to, and the tokens that top-p kept."""
 
 from array import array
 from collections.abc import Mapping, Sequence
