@@ -17,6 +17,7 @@ from tests.workflows.made_turns import LOGPROBS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+NEEDS = {"slime": trainers_here.need_slime, "prime-rl": trainers_here.need_prime_rl}
 THIRD = pytest.approx(1 / 3, abs=1e-6)
 TWO_THIRDS = pytest.approx(-2 / 3, abs=1e-6)
 
@@ -24,14 +25,14 @@ TWO_THIRDS = pytest.approx(-2 / 3, abs=1e-6)
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def advantages() -> dict[str, Any]:
     trainers_here.install()
-    found: dict[str, Any] = await trainers_here.run("advantages.py", trainers_here.SLIME)
+    found: dict[str, Any] = await trainers_here.run("advantages.py", *trainers_here.CLONES)
     return found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def dense() -> dict[str, Any]:
     trainers_here.install()
-    found: dict[str, Any] = await trainers_here.run("advantages.py", trainers_here.SLIME, "dense")
+    found: dict[str, Any] = await trainers_here.run("advantages.py", *trainers_here.CLONES, "dense")
     return found
 
 
@@ -39,8 +40,16 @@ async def dense() -> dict[str, Any]:
 async def choices() -> dict[str, Any]:
     """A group of four: resolved, unresolved, without a verdict, and resolved but too stale."""
     trainers_here.install()
-    found: dict[str, Any] = await trainers_here.run("advantages.py", trainers_here.SLIME, "choices")
+    found: dict[str, Any] = await trainers_here.run(
+        "advantages.py", *trainers_here.CLONES, "choices"
+    )
     return found
+
+
+def need(trainer: str) -> None:
+    """Skip the test where the trainer's clone is absent."""
+    if trainer in NEEDS:
+        NEEDS[trainer]()
 
 
 TRAINED = 2
@@ -63,8 +72,7 @@ async def test_a_missing_member_is_in_no_mean_and_a_stale_one_is(
 ) -> None:
     """The mean of 1, 0 and 1. With a missing member as 0 it would be 1/2, without the stale one too.
     Only the two others are trained."""
-    if trainer == "slime":
-        trainers_here.need_slime()
+    need(trainer)
     resolved, unresolved, *others = choices[trainer][choice]
 
     assert resolved == [[THIRD, TRAINED]]
@@ -75,8 +83,7 @@ async def test_a_missing_member_is_in_no_mean_and_a_stale_one_is(
 @pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "trl", "torchtitan"])
 async def test_a_replacement_counts_once(choices: dict[str, Any], trainer: str) -> None:
     """It did not solve the instance: the mean of 1, 0, 0 and the stale member's 1."""
-    if trainer == "slime":
-        trainers_here.need_slime()
+    need(trainer)
     resolved, unresolved, replacement, *others = choices[trainer]["replace"]
 
     half = pytest.approx(0.5, abs=1e-6)
@@ -100,28 +107,47 @@ async def test_torchtitans_controller_drops_a_group_whose_rollouter_raises(
     assert choices["torchtitan"]["drop"] == []
 
 
-@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "torchtitan", "trl"])
+@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "torchtitan", "trl", "prime-rl"])
 async def test_a_dense_reward_reaches_each_trainer(dense: dict[str, Any], trainer: str) -> None:
     """The mean of 1, 0.5 and 0: the rollout that fixed half of the tests is neither good nor bad."""
-    if trainer == "slime":
-        trainers_here.need_slime()
+    need(trainer)
     resolved, half, unresolved, *_ = dense[trainer]
 
     assert (resolved[0], unresolved[0]) == (pytest.approx(0.5), pytest.approx(-0.5))
     assert half == [pytest.approx(0.0, abs=1e-6)] * len(half)
 
 
-@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "torchtitan"])
+@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "torchtitan", "prime-rl"])
 async def test_a_rollout_counts_once_whatever_its_segments_are(
     advantages: dict[str, Any], trainer: str
 ) -> None:
     """Both resolved rollouts gain a third, on every segment; the failed one is not in the mean."""
-    if trainer == "slime":
-        trainers_here.need_slime()
+    need(trainer)
     first, with_subagents, unresolved, *failed = advantages[trainer]
 
     assert (first, with_subagents, unresolved) == ([THIRD], [THIRD] * 3, [TWO_THIRDS])
-    assert failed in ([], [[0.0]])
+    assert failed in ([], [[]], [[0.0]])
+
+
+async def test_prime_rl_leaves_a_missing_member_out(choices: dict[str, Any]) -> None:
+    """The mean of 1 and 0; as a 0, it would be 1/3. A replacement's 0 counts."""
+    need("prime-rl")
+    half = pytest.approx(0.5)
+    assert choices["prime-rl"]["short"] == [
+        [[half, TRAINED]],
+        [[pytest.approx(-0.5), TRAINED]],
+        [],
+    ]
+    assert choices["prime-rl"]["replace"] == [
+        [[pytest.approx(2 / 3), TRAINED]],
+        *[[[pytest.approx(-1 / 3), TRAINED]]] * 2,
+    ]
+
+
+async def test_prime_rl_refuses_a_stale_member_that_only_counts(choices: dict[str, Any]) -> None:
+    """prime-rl takes the mean over what it trains, so the reward would be lost without a word."""
+    need("prime-rl")
+    assert "too_stale is 'finish', which prime-rl does not take" in choices["prime-rl"]["finish"]
 
 
 async def test_trl_leaves_a_failed_rollout_out(advantages: dict[str, Any]) -> None:

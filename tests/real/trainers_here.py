@@ -14,7 +14,7 @@ from tests.stack.running_stack import Stack
 
 FOLDER = ROOT / ".perdure/trainers"
 PYTHON = FOLDER / "venv/bin/python"
-SLIME = FOLDER / "slime"
+CLONES = SLIME, PRIME_RL = FOLDER / "slime", FOLDER / "prime-rl"
 PROGRAMS = ROOT / "tests/real/trainers"
 
 
@@ -39,6 +39,11 @@ def environment(stack: Stack) -> dict[str, str]:
 def need_slime() -> None:
     if not SLIME.exists():
         pytest.skip("slime is on no index: PERDURE_TEST_SLIME names a clone of it")
+
+
+def need_prime_rl() -> None:
+    if not PRIME_RL.exists():
+        pytest.skip("prime-rl is on no index: PERDURE_TEST_PRIME_RL names a clone of it")
 
 
 async def run(program: str, *arguments: object, **environment: str) -> Any:

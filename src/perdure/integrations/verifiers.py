@@ -80,7 +80,7 @@ class PerdureEnvConfig(vf.EnvConfig):  # type: ignore[misc]
     """The dataset of rows that do not name their `instance`. Empty = the file's name."""
     rollout: dict[str, Any] = Field(default_factory=dict)
     """Other fields of a RolloutRequest: agent, sandbox, limits, ... Also `engine: perdure`, for the engines
-    of Perdure's gateways."""
+    of Perdure's gateways, and `without_verdict`."""
 
 
 class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
@@ -95,6 +95,11 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
             config.rollout, "prime-rl", "short", REFUSED
         )
         self._fields, self._uses_trainers = trainer_engine.split_engine_option(fields)
+        if self._fields.get("too_stale") == "finish":
+            raise ConfigurationError(
+                "too_stale is 'finish', which prime-rl does not take: its group's mean leaves out a "
+                "rollout without trained tokens. Use 'refuse', and prime-rl's max_off_policy_steps"
+            )
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         """Never called: Perdure runs its own agent."""
@@ -172,16 +177,9 @@ def _fill(trace: vf.Trace, found: EpisodeSegments, turns: Sequence[Turn]) -> Non
     for segment, rows in zip(found.segments, experts, strict=True):
         _add_branch(trace, [known[index] for index in segment.turns], said, rows)
     episode = found.episode
-    if episode.too_stale:  # its reward counts, and no token is trained
-        for node in trace.nodes:
-            node.mask, node.logprobs = [False] * len(node.token_ids), []
     trace.record_reward("graded", episode.reward)
     trace.record_metrics(_metrics(episode))
-    trace.info = {
-        "rollout": episode.rollout_id,
-        "outcome": episode.outcome,
-        "too_stale": episode.too_stale,
-    }
+    trace.info = {"rollout": episode.rollout_id, "outcome": episode.outcome}
 
 
 def _metrics(episode: Episode) -> dict[str, float]:

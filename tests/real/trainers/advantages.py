@@ -1,8 +1,8 @@
 """Runs the trainers' own normalisation over Perdure's rows, and prints each rollout's advantage as JSON.
 
-    python tests/real/trainers/advantages.py SLIME [dense | choices]
+    python tests/real/trainers/advantages.py SLIME PRIME_RL [dense | choices]
 
-In the environment of the trainers; SLIME is its source. `dense`: the second rollout fixed half of its tests.
+In the environment of the trainers; SLIME and PRIME_RL are sources. `dense`: the second rollout fixed half of its tests.
 `choices`: of a group with a missing and a stale member, each row's advantage and number of trained tokens, by
 trainer and `without_verdict`. TorchTitan's parts are imported. Modules of the
 others want GPUs, Ray and more, so their functions are taken out of their source files, unaltered but for
@@ -37,7 +37,7 @@ from perdure.episodes.episode import (
     trained,
 )
 from perdure.episodes.trajectory_segments import RewardShare, cut
-from perdure.errors import NoResult
+from perdure.errors import ConfigurationError, NoResult
 from perdure.integrations import slime as hooks
 from perdure.integrations import trainer_hooks
 from perdure.types import (
@@ -51,7 +51,7 @@ from perdure.types import (
     VersionSpan,
 )
 
-FOLDERS = {"slime": Path(sys.argv[1])}
+FOLDERS = {"slime": Path(sys.argv[1]), "prime_rl": Path(sys.argv[2], "src")}
 """Where a package is, if it is not installed."""
 SECOND = 0.5 if "dense" in sys.argv else 1.0
 ENDS: tuple[tuple[float | None, int], ...] = ((1.0, 1), (SECOND, 3), (0.0, 1), (None, 1))
@@ -403,6 +403,69 @@ async def torchtitan(group: Sequence[EpisodeSegments] = GROUP, choice: str = "sh
     return list(found.values())
 
 
+# --- prime-rl --------------------------------------------------------------------------------
+
+
+PERDURE_ENV = """from perdure.integrations.verifiers import Instances, PerdureEnv
+__all__ = ["Instances", "PerdureEnv"]
+"""
+
+
+async def prime_rl(group: Sequence[EpisodeSegments] = GROUP, **fields: str) -> Rows:
+    """Through the hook's environment, then prime-rl's GRPO and its choice of what is trained. Rollouts
+    and turns are given instead of played and read."""
+    import verifiers.v1 as vf
+    from verifiers.v1.clients import ModelContext
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    from perdure.integrations import verifiers as hook
+
+    async def finished(request: RolloutRequest, **_: Any) -> EpisodeSegments:
+        return group[request.sample_index]
+
+    async def read_turns(episode: Episode) -> tuple[Turn, ...]:
+        return recorded(len(group[episode.sample_index].segments))
+
+    trainer_hooks.finished, hook.read_turns = finished, read_turns
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder, "rows.jsonl")
+        rows.write_text(json.dumps({"instance": "d/i"}))
+        Path(folder, "perdure_env.py").write_text(PERDURE_ENV)
+        sys.path.insert(0, folder)
+        config = {"taskset": {"id": "perdure_env", "path": str(rows)}, "run_id": "r"}
+        config["rollout"] = {"engine": "perdure", **fields}
+        env = load_environment(resolve_env_config(config))
+        (task,) = env.taskset
+    ctx = ModelContext(model="policy", client=vf.TrainClientConfig(), sampling=vf.SamplingConfig())
+    episodes = [await env.run_episode(task, ctx) for _ in group]
+
+    given: dict[str, Any] = {"torch": torch, "vf": vf, "Algorithm": object}
+    for path, *names in (
+        ("algo/base.py", "iter_trainable_traces"),
+        ("algo/routing.py", "assign_advantages"),
+        ("algo/grpo.py", "GRPOAlgorithm"),
+    ):
+        given |= vars(taken(f"prime_rl/orchestrator/{path}", *names, given=given))
+    await given["GRPOAlgorithm"].score_group(SimpleNamespace(length_penalty=None), episodes)
+    path, name = "prime_rl/orchestrator/trajectories.py", "iter_trainable_branches"
+    real = taken(path, name, given=given)
+    survivors = [trace.id for _, trace in given["iter_trainable_traces"](episodes)]
+    made = []
+    for episode in episodes:
+        (trace,) = episode.traces
+        branches = real.iter_trainable_branches(trace) if trace.id in survivors else ()
+        made.append([(max(one.advantages, key=abs), sum(mask)) for one, mask in branches])
+    return made
+
+
+def prime_rl_finishing() -> str:
+    try:
+        asyncio.run(prime_rl(too_stale="finish"))
+    except ConfigurationError as error:
+        return str(error)
+    return "no error"
+
+
 def _padded(rows: list[list[float]]) -> torch.Tensor:
     width = max(map(len, rows))
     return torch.tensor([[float(v) for v in row] + [0.0] * (width - len(row)) for row in rows])
@@ -426,15 +489,21 @@ def slimes() -> dict[str, Any]:
     }
 
 
-def choices() -> dict[str, dict[str, Rows]]:
+def choices() -> dict[str, Any]:
     """By trainer, then by `without_verdict`."""
-    slime_too = {}
+    clones: dict[str, Any] = {}
     if FOLDERS["slime"].exists():
-        slime_too["slime"] = {
+        clones["slime"] = {
             "mask": slime("full", hooks.rewards, SHORT),
             "replace": slime("full", hooks.rewards, REPLACED),
         }
-    return slime_too | {
+    if FOLDERS["prime_rl"].exists():
+        clones["prime-rl"] = {
+            "short": asyncio.run(prime_rl(SHORT[:3])),
+            "replace": asyncio.run(prime_rl(REPLACED[:3])),
+            "finish": prime_rl_finishing(),
+        }
+    return clones | {
         "skyrl": {
             "short": skyrl(SHORT),
             "mask": skyrl(SHORT, masks=True),
@@ -454,6 +523,11 @@ def choices() -> dict[str, dict[str, Rows]]:
 def rewards() -> dict[str, Any]:
     return {
         **(slimes() if FOLDERS["slime"].exists() else {}),
+        **(
+            {"prime-rl": _advantages(asyncio.run(prime_rl()))}
+            if FOLDERS["prime_rl"].exists()
+            else {}
+        ),
         "skyrl": _advantages(skyrl()),
         "verl": _advantages(asyncio.run(verl())),
         "trl": _advantages(trl()),
