@@ -13,6 +13,7 @@ import pytest
 from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError, RetryHere
 from perdure.instances import build_contexts, image_preparation
 from perdure.instances.environment_builder import Environments, Prepared, check_image
+from perdure.instances.image_plan import AT_START, plan_images
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.guest.service_image_builds import ServiceImageBuilder
@@ -221,24 +222,33 @@ async def test_a_row_with_a_dockerfile_may_ask_for_its_size(builds: Builds) -> N
 
 
 async def test_images_are_prepared_once_and_pruned(builds: Builds) -> None:
-    """`perdure images prepare` builds what a run needs and says what is here; `prune` deletes from the
-    account what no rollout has used."""
+    """`perdure images prepare` builds what a run needs and says what is here, as the plan does; `prune`
+    deletes from the account what no rollout has used."""
     instance = await builds.instance("RUN true\n")
     request = RolloutRequest.model_validate(
         {"run_id": "r", "instance": "d/i", "sandbox": builds.provider.name}
     )
 
     async def prepared() -> list[str]:
-        missing = await image_preparation.missing_images([instance], builds.provider, request, "")
+        planned = await plan_images(
+            [instance], builds.provider, request, builds.store, bounds=AT_START, mirror=""
+        )
         found = image_preparation.prepare_all(
             [instance], builds.environments, builds.provider, request, jobs=2
         )
-        return [*missing, *[one.done + one.problem async for one in found]]
+        return [*planned.lines(), *[one.done + one.problem async for one in found]]
 
     first, again = await prepared(), await prepared()
     removed = await image_preparation.prune(builds.home, [builds.provider], unused_s=0)
 
-    assert (len(first), first[-1], again, len(removed)) == (2, "built", ["here"], 1)
+    name = builds.provider.name
+    assert first == [
+        f"images for {name}: 0 of 1 known to this host, 1 to build",
+        f"  {name} charges for builds; to build: {instance.ref}",
+        "built",
+    ]
+    assert again == [f"images for {name}: 1 of 1 known to this host", "here"]
+    assert len(removed) == 1
     assert builds.records == []
 
 

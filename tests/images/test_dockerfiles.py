@@ -29,7 +29,7 @@ from perdure.errors import (
 )
 from perdure.instances import build_contexts, instance_catalog
 from perdure.instances.environment_builder import LAST_USES, Environments, check_image
-from perdure.instances.image_preparation import missing_images, prune
+from perdure.instances.image_preparation import prune
 from perdure.instances.rows.row_import import import_rows
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Network, SandboxSpec
@@ -45,7 +45,6 @@ from perdure.types import (
     Environment,
     Instance,
     Limits,
-    RolloutRequest,
     Source,
     SourceKind,
 )
@@ -57,7 +56,6 @@ from tests.images.podman_storage import Podman, podman_in
 
 BASE = "localhost/perdure-test/base:1"
 KEPT = ROOT / ".perdure/test-images"
-ASKED = RolloutRequest.model_validate({"run_id": "r", "instance": "made/one", "sandbox": "podman"})
 PROGRAMS = tuple(name for name in small_image.PROGRAMS if name != "git")
 
 
@@ -180,21 +178,15 @@ async def test_a_full_disk_or_a_failing_builder_is_not_the_tasks_fault(
     assert isinstance(await failure(bench, instance), ControlPlaneError)
 
 
-async def test_an_image_of_the_mirror_is_not_missing(bench: Bench, podman: Podman) -> None:
+async def test_an_image_of_the_mirror_is_here(bench: Bench, podman: Podman) -> None:
     """Podman keeps it under the mirror's name, and the run would be announced to pull it again."""
     name, mirror = "docker.io/demo/tool:1", "docker.io=mirror.example/hub"
-    made = Instance(
-        instance_id="one",
-        dataset="made",
-        problem_statement="x",
-        source=Source(kind=SourceKind.IMAGE),
-        environment=Environment(image=name),
-    )
-    before = await missing_images([made], bench.podman, ASKED, mirror)
+    provider = PodmanProvider(bench.settings.changed(sandbox={"image_mirror": mirror}))
+    before = await provider.images_here([name])
     podman("tag", BASE, "mirror.example/hub/demo/tool:1")
+    after = await provider.images_here([name])
 
-    assert [*before] == [name]
-    assert await missing_images([made], bench.podman, ASKED, mirror) == {}
+    assert (before, [*after]) == ({}, [name])
 
 
 async def test_a_build_ends_at_its_limit(bench: Bench, podman: Podman, tmp_path: Path) -> None:

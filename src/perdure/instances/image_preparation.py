@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 from perdure.errors import PerdureError
 from perdure.instances.environment_builder import LAST_USES, Environments
-from perdure.sandboxes import image_names, phase_specs
+from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.image_builds import (
     REPOSITORY,
     ImageBuilder,
     LocalImageBuilder,
-    qualified_name,
 )
 from perdure.types import (
     Environment,
@@ -47,29 +46,35 @@ class ImageNeed(NamedTuple):
 
     instance: Instance
     limits: Limits
+    is_built: bool
+    """From a Dockerfile; otherwise it is pulled."""
+
+    def is_preparable_by(self, provider: SandboxProvider) -> bool:
+        """Whether `prepare_all` gets the image. A service pulls images by itself."""
+        return self.is_built or isinstance(provider, LocalImageBuilder)
 
 
 def images_of(
     instances: Sequence[Instance], provider: SandboxProvider, request: RolloutRequest
 ) -> Mapping[str, ImageNeed]:
-    """Image that the provider uses -> the first need of it. A service pulls images by itself, so only
-    those that it builds are included."""
+    """Image that the provider uses -> the first need of it."""
     found: dict[str, ImageNeed] = {}
     for instance in instances:
         if instance.source.kind is not SourceKind.IMAGE:
             continue
         for phase, environments in _environments_by_phase(instance):
-            limits = phase_specs.place(request, instance, phase).limits
+            place = phase_specs.place(request, instance, phase)
+            if place.provider != provider.name:
+                continue
             for environment in environments:
                 if not (image := environment.image):
                     continue
                 used = provider.image_used_for(image)
                 is_built = environment.build is not None and used == image
                 if is_built and isinstance(provider, ImageBuilder):
-                    used = provider.sized_image(image, limits)
-                if is_built or isinstance(provider, LocalImageBuilder):
-                    needs = instance.model_copy(update={"environment": environment})
-                    found.setdefault(used, ImageNeed(needs, limits))
+                    used = provider.sized_image(image, place.limits)
+                needs = instance.model_copy(update={"environment": environment})
+                found.setdefault(used, ImageNeed(needs, place.limits, is_built))
     return found
 
 
@@ -79,25 +84,6 @@ def _environments_by_phase(
     verifier = instance.grading.verifier
     own = instance.environment.containers
     return ("agent", own), ("grade", verifier.environment.containers if verifier else own)
-
-
-async def missing_images(
-    instances: Sequence[Instance], builder: ImageBuilder, request: RolloutRequest, mirror: str
-) -> Mapping[str, ImageNeed]:
-    """The images of these instances that this host does not know to be ready. `mirror`: as in
-    `image_names.mirrored`."""
-    wanted = images_of(instances, builder, request)
-    if not isinstance(builder, LocalImageBuilder):
-        return {
-            name: need for name, need in wanted.items() if await builder.image_size(name) is None
-        }
-    here = await builder.local_images() if wanted else ()
-    return {
-        image: need
-        for image, need in wanted.items()
-        if not {qualified_name(image), qualified_name(image_names.mirrored(image, mirror))}
-        & {*here}
-    }
 
 
 async def prepare_all(
@@ -128,12 +114,15 @@ async def prepare_all(
                 size = await builder.image_size(image) or 0
             except PerdureError as error:
                 return PreparedImage(image, instance.ref, "", problem=str(error))
-        made = "built" if instance.environment.build is not None else "pulled"
+        made = "built" if need.is_built else "pulled"
         seconds = time.monotonic() - started
         return PreparedImage(image, instance.ref, "here" if was_here else made, size, seconds)
 
-    wanted = images_of(instances, builder, request)
-    tasks = [asyncio.create_task(one(*pair)) for pair in wanted.items()]
+    tasks = [
+        asyncio.create_task(one(image, need))
+        for image, need in images_of(instances, builder, request).items()
+        if need.is_preparable_by(builder)
+    ]
     try:
         for done in asyncio.as_completed(tasks):
             yield await done

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -348,6 +348,9 @@ class SandboxProvider(ABC):
     runs_images: bool = False
     """Makes sandboxes from `SandboxSpec.image`. If False, rows whose tree is in an image are refused."""
 
+    downloads_to: str = ""
+    """Where images from registries are downloaded to, for the run's plan; empty if a service pulls them."""
+
     limits: frozenset[str] = frozenset(Limits.model_fields) - {"gpu"}
     """Fields of Limits that the provider enforces. A request that sets another is refused."""
     ample: frozenset[str] = frozenset()
@@ -396,6 +399,11 @@ class SandboxProvider(ABC):
         """The folder in which containers of the image start; empty for `/`. Pulls the image if
         necessary. Raises: as a pull."""
         raise NotImplementedError
+
+    async def images_here(self, names: Collection[str]) -> Mapping[str, int] | None:
+        """Those of these images that need no pull or build before a boot, with their bytes or, if it
+        does not tell the size, 0. None: it does not know what it has."""
+        return None
 
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:

@@ -20,11 +20,13 @@ from perdure.sandboxes import image_names
 from perdure.sandboxes.base import Network, SandboxProvider
 from perdure.sandboxes.host import build_supervisor
 from perdure.sandboxes.host.forward_proxy import PROXY_PORT
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
 
 REPOSITORY = "localhost/perdure-build"
 DOCKERFILE = "Dockerfile"
 PROXY_URL = f"http://127.0.0.1:{PROXY_PORT}"
+MOST_COMPARED = 200
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 16
 _ARG = re.compile(r"^ARG\s+(.*)", re.IGNORECASE)
@@ -98,9 +100,28 @@ class ImageBuilder(SandboxProvider):
 class LocalImageBuilder(ImageBuilder):
     """One whose images this host can pull, build and remove before a sandbox needs them."""
 
+    downloads_to = "this host"
+    settings: Settings
+
     @abstractmethod
-    async def local_images(self) -> Collection[str]:
-        """The names of all images that are here, as `qualified_name` writes them."""
+    async def local_images(self) -> Mapping[str, int]:
+        """The names of all images that are here, by tag and by digest, as `qualified_name` writes them,
+        with their bytes."""
+
+    @abstractmethod
+    async def local_layers(self) -> Sequence[Sequence[str]]:
+        """Of at most MOST_COMPARED images that are here: their layers' uncompressed digests, the lowest
+        first."""
+
+    async def images_here(self, names: Collection[str]) -> Mapping[str, int]:
+        here = await self.local_images() if names else {}
+        mirror = self.settings.sandbox.image_mirror
+        found = {}
+        for name in names:
+            for one in (name, image_names.mirrored(name, mirror)):
+                if (size := here.get(qualified_name(one))) is not None:
+                    found[name] = size
+        return found
 
     @abstractmethod
     async def pull_image(self, name: str) -> None:

@@ -45,8 +45,8 @@ FOREIGN = (
     Foreign("Docker", ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG"), "which engine to use"),
     Foreign(
         "Podman",
-        ("XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
-        "settings and location of images and containers",
+        ("XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "REGISTRY_AUTH_FILE"),
+        "settings, logins, and location of images and containers",
     ),
     Foreign(
         "Apptainer",

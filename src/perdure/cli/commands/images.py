@@ -69,7 +69,7 @@ async def _prepare(
     from perdure.cli.runs.run_request import RunOptions, check, fields_of
     from perdure.data_source_handlers import import_handlers
     from perdure.errors import ConfigurationError
-    from perdure.instances import image_preparation, instance_catalog
+    from perdure.instances import image_plan, image_preparation, instance_catalog
     from perdure.instances.environment_builder import Environments, check_image
     from perdure.instances.rows.row_choice import Choice
     from perdure.sandboxes.image_builds import ImageBuilder
@@ -103,6 +103,16 @@ async def _prepare(
         build_hosts=settings.sandbox.build_hosts,
     )
     found = []
+    planned = await image_plan.plan_images(
+        instances,
+        provider,
+        rollout,
+        store,
+        bounds=image_plan.BEFORE_START,
+        mirror=settings.sandbox.image_mirror,
+    )
+    for line in planned.lines():
+        say(line)
     with print_when_silent("preparing images"):
         async for one in image_preparation.prepare_all(
             instances,

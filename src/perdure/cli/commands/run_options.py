@@ -321,7 +321,7 @@ def play(
 
     from perdure.cli.runs import run_launcher
 
-    planned = asyncio.run(run_launcher.plan(settings, asked))
+    planned = asyncio.run(run_launcher.plan(settings, asked, dry_run=launch.dry_run))
     if code := follow(settings, planned, launch, reports=reports):
         raise click.exceptions.Exit(code)
 

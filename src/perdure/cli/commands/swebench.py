@@ -53,7 +53,7 @@ def swebench(
     process_environment.force(found.variables)
     context = evaluate.make_context("perdure eval", found.argv)
     settings, asked, launch = read(**context.params)
-    planned = asyncio.run(run_launcher.plan(settings, asked))
+    planned = asyncio.run(run_launcher.plan(settings, asked, dry_run=launch.dry_run))
     if output is not None and not planned.joins and not redo_existing:
         mini_swe_agent_files.check_unused(output)
     code = follow(settings, planned, launch, reports=True)

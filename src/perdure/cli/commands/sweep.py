@@ -37,7 +37,7 @@ def sweep(vary: tuple[str, ...], **given: Any) -> None:
     for values in combinations:
         options = run_sweep.command_line(given, values, len(combinations))
         settings, asked, launch = read(run_id=None, **options)
-        planned = asyncio.run(run_launcher.plan(settings, asked))
+        planned = asyncio.run(run_launcher.plan(settings, asked, dry_run=launch.dry_run))
         runs.append(run_sweep.SweptRun(values, planned))
         if (launch.dry_run or launch.like) and not launch.as_json:
             say_estimate(settings, planned, launch)

@@ -60,7 +60,9 @@ async def plan(
     placed, others = places(theirs, by_id, chosen.score)
     quarantined = {ref.split("/", 1)[1] for ref in marks} - by_id.keys()
     _check_known(others, quarantined, options, chosen)
-    planned = await run_launcher.checked(settings, _completed(options, placed, len(refs)), found)
+    planned = await run_launcher.checked(
+        settings, _completed(options, placed, len(refs)), found, dry_run=dry_run
+    )
     for line in (*found.notes, *reading.notes, *_summary(theirs, placed, planned.rollouts)):
         say(line)
     if not dry_run:

@@ -86,7 +86,9 @@ async def _plan(
     digest = hashlib.sha256(f"{found.digest} {digest_of(kept)}".encode()).hexdigest()
     chosen = replace(found, refs=wanted, digest=digest)
     samples = 1 + max(one.sample_index for one in kept)
-    planned = await run_launcher.checked(settings, replace(options, samples=samples), chosen)
+    planned = await run_launcher.checked(
+        settings, replace(options, samples=samples), chosen, dry_run=dry_run
+    )
     if not dry_run:
         await place(store, planned.request, refs, kept)
     return replace(planned, rollouts=len(kept))

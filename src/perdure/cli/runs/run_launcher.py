@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,10 +27,10 @@ from perdure.client.sdk import RunHandle
 from perdure.client.temporal_server import configured_address
 from perdure.engines.reported_model import engine_settings, named_engine
 from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
-from perdure.instances import instance_catalog, row_interpreter
+from perdure.instances import image_plan, instance_catalog, row_interpreter
 from perdure.instances.calibration_record import Mark, quarantined
 from perdure.instances.environment_builder import check_image
-from perdure.instances.image_preparation import missing_images
+from perdure.instances.image_plan import Bounds, ImagePlan, plan_images
 from perdure.instances.rows.formats.harbor import PERMITS_NETWORK
 from perdure.instances.rows.row_choice import Choice
 from perdure.rollouts import run_identity, run_label
@@ -38,7 +38,6 @@ from perdure.rollouts.request_models import check_models
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
-from perdure.sandboxes.image_builds import ImageBuilder, LocalImageBuilder
 from perdure.settings.settings_tree import Settings
 from perdure.stack import home_providers, stack_lifecycle
 from perdure.stack.engine_presence import (
@@ -81,7 +80,9 @@ class CheckedRun:
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """Calibration of `refs`, and of quarantined instances that are left out."""
     notes: Sequence[str] = ()
-    """The same as text."""
+    """Calibration and images as text."""
+    images: Sequence[ImagePlan] = ()
+    """For each sandbox provider of this host that is ready."""
 
 
 def show(planned: CheckedRun, *, as_json: bool) -> None:
@@ -108,6 +109,7 @@ def document(planned: CheckedRun) -> dict[str, Any]:
         "rollouts": planned.rollouts,
         "not_calibrated": [ref for ref in planned.refs if planned.marks[ref].state is None],
         "quarantined": quarantined(planned.marks),
+        "images": [asdict(one) for one in planned.images],
     }
 
 
@@ -121,8 +123,8 @@ def play(
     return asyncio.run(_drive(settings, planned, wait, as_json, notify))
 
 
-async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
-    """Check every option and find the instances. This starts nothing."""
+async def plan(settings: Settings, options: RunOptions, *, dry_run: bool = False) -> CheckedRun:
+    """Check every option and find the instances. This starts nothing. `dry_run`: as for `checked`."""
     phase_specs.check(check(options), None, partial(provider, settings))
     await check_store(settings)
     store = open_store(settings)
@@ -130,23 +132,31 @@ async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
     found = await instance_selection.resolve(store, options.source, choice)
     for note in found.notes:
         say(note)
-    return await checked(settings, options, found)
+    return await checked(settings, options, found, dry_run=dry_run)
 
 
 async def checked(
-    settings: Settings, options: RunOptions, found: instance_selection.Selection
+    settings: Settings,
+    options: RunOptions,
+    found: instance_selection.Selection,
+    *,
+    dry_run: bool = False,
 ) -> CheckedRun:
-    """The request for these instances, with their calibration."""
+    """The request for these instances, with their calibration. `dry_run`: registries have more time to
+    tell what the images will cost."""
     store = open_store(settings)
     request = build(options, found)
     refs, marked = await instances_of(store, request, found)
     sandbox = phase_specs.place(request.rollout_request("any/instance"), None, "grade").provider
     notes = calibration_labels.notes(found.dataset, sandbox, refs, marked)
+    images: Sequence[ImagePlan] = ()
     if configured_address(settings) is None:  # otherwise the workers run on other machines
         instances = [await instance_catalog.load(store, ref) for ref in refs]
         _check_images(settings, request, instances)
         notes += _network_notes(request, instances)
-        notes += await _missing_image_notes(settings, request, instances, found.dataset)
+        bounds = image_plan.BEFORE_START if dry_run else image_plan.AT_START
+        images = await _image_plans(settings, request, instances, bounds)
+        notes += _image_notes(images, found.dataset, with_complete=dry_run)
         await row_interpreter.check(instances)
     await run_label.check_not_deleting(store, request.run_id)
     await instance_selection.keep_list(store, request.run_id, found)
@@ -156,7 +166,7 @@ async def checked(
         added = await check_same(settings, store, request, refs)
         request = await _with_current(store, request)
     rollouts = len(refs) * request.n_samples
-    return CheckedRun(request, refs, rollouts, joins, len(added), marked, notes)
+    return CheckedRun(request, refs, rollouts, joins, len(added), marked, notes, images)
 
 
 def _check_images(settings: Settings, request: RunRequest, instances: Sequence[Instance]) -> None:
@@ -181,24 +191,39 @@ def _network_notes(request: RunRequest, instances: Sequence[Instance]) -> list[s
     ]
 
 
-async def _missing_image_notes(
-    settings: Settings, request: RunRequest, instances: Sequence[Instance], dataset: str
-) -> list[str]:
-    """A note if images must be pulled or built first."""
+async def _image_plans(
+    settings: Settings, request: RunRequest, instances: Sequence[Instance], bounds: Bounds
+) -> Sequence[ImagePlan]:
+    """For each provider of the agents and the tests."""
     rollout = request.rollout_request("any/instance")
-    used = provider(settings, rollout.sandbox)
-    if not isinstance(used, ImageBuilder) or used.check():
-        return []
-    found = await missing_images(instances, used, rollout, settings.sandbox.image_mirror)
-    if not found:
-        return []
-    built = sum(need.instance.environment.build is not None for need in found.values())
-    where = "missing on" if isinstance(used, LocalImageBuilder) else "not known to"
-    return [
-        f"{many(len(found), 'image')} {where} this host: {used.name} builds {built} and pulls "
-        f"{len(found) - built} when rollouts need them; `{invoked_command()} images prepare {dataset} "
-        f"--sandbox {used.name}` does it before the run"
+    names = {
+        phase_specs.place(rollout, instance, phase).provider
+        for instance in instances
+        for phase in AGENT_AND_GRADE
+    }
+    used = [provider(settings, name) for name in sorted(names)]
+    mirror, store = settings.sandbox.image_mirror, open_store(settings)
+    plans = [
+        await plan_images(instances, one, rollout, store, bounds=bounds, mirror=mirror)
+        for one in used
+        if one.runs_images and not one.check()
     ]
+    return [one for one in plans if one.images]
+
+
+def _image_notes(plans: Sequence[ImagePlan], dataset: str, *, with_complete: bool) -> list[str]:
+    """What is missing and its cost, and the command that prepares it. `with_complete`: also plans that
+    miss nothing."""
+    notes = []
+    for one in plans:
+        if with_complete or one.to_pull or one.to_build:
+            notes += one.lines()
+        if one.preparable:
+            notes.append(
+                f"  `{invoked_command()} images prepare {dataset} --sandbox {one.provider}` gets them "
+                "before the run"
+            )
+    return notes
 
 
 async def _with_current(store: Store, request: RunRequest) -> RunRequest:

@@ -8,6 +8,7 @@ import asyncio
 import math
 import re
 from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,9 @@ class ServiceImageBuilder(SdkProvider, ImageBuilder):
     async def image_size(self, name: str) -> int | None:
         """0 if this host has a record of the image: the services tell no size."""
         return 0 if self._record(name).exists() else None
+
+    async def images_here(self, names: Collection[str]) -> Mapping[str, int]:
+        return {name: 0 for name in names if self._record(name).exists()}
 
     async def build_image(self, build: ImageBuild) -> BuildOutput:
         if build.network is Network.NONE:

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -82,6 +82,7 @@ class ApptainerProvider(NamespaceProvider):
 
     name = "apptainer"
     runs_images = True
+    downloads_to = "this host"
 
     @property
     def _binary(self) -> str:
@@ -141,6 +142,15 @@ class ApptainerProvider(NamespaceProvider):
 
     # -- images -----------------------------------------------------------------------------------
 
+    async def images_here(self, names: Collection[str]) -> Mapping[str, int]:
+        return {name: 0 for name in names if await asyncio.to_thread(self._is_here, name)}
+
+    def _is_here(self, name: str) -> bool:
+        return Path(name).exists() if Path(name).is_absolute() else is_whole(self._folder_of(name))
+
+    def _folder_of(self, name: str) -> Path:
+        return self.root / ".images" / image_names.key_of(name)
+
     async def _root_of(self, spec: SandboxSpec) -> Path:
         if spec.image is None:
             return await asyncio.to_thread(lambda: self._skeleton)
@@ -148,7 +158,7 @@ class ApptainerProvider(NamespaceProvider):
             if not given.exists():
                 raise ConfigurationError(f"image {spec.image!r} does not exist on this host")
             return given
-        folder = self.root / ".images" / image_names.key_of(spec.image)
+        folder = self._folder_of(spec.image)
 
         async def find(_: str) -> str | None:
             return str(folder) if is_whole(folder) else None

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -47,6 +47,7 @@ from perdure.sandboxes.host.sandbox_programs import missing_programs, program
 from perdure.sandboxes.image_architecture import check_architecture
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
+    MOST_COMPARED,
     BuildOutput,
     ImageBuild,
     LocalImageBuilder,
@@ -210,9 +211,21 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
 
         return await self._pulls.present(name, find, pull)
 
-    async def local_images(self) -> Collection[str]:
+    async def local_images(self) -> Mapping[str, int]:
         listed = json.loads(await asyncio.to_thread(_run, "images", "--format", "json"))
-        return {name for image in listed for name in image.get("Names") or ()}
+        return {
+            name: image["Size"]
+            for image in listed
+            for key in ("Names", "RepoDigests")
+            for name in image.get(key) or ()
+        }
+
+    async def local_layers(self) -> Sequence[Sequence[str]]:
+        listed = (await asyncio.to_thread(_run, "images", "--quiet", "--no-trunc")).split()
+        ids = [*dict.fromkeys(listed)][:MOST_COMPARED]
+        form = ("--format", "{{json .RootFS.Layers}}")
+        said = await asyncio.to_thread(_run, "image", "inspect", *form, *ids) if ids else ""
+        return [json.loads(line) or () for line in said.splitlines()]
 
     async def image_workdir(self, image: str) -> str:
         found = await self._present(self.image_used_for(image))

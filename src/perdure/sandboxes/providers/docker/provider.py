@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ from perdure.sandboxes.host.sandbox_programs import program
 from perdure.sandboxes.image_architecture import check_architecture
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
+    MOST_COMPARED,
     BuildOutput,
     ImageBuild,
     LocalImageBuilder,
@@ -467,10 +468,31 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             raise ControlPlaneError(f"image {name!r} vanished after its pull")
         return found
 
-    async def local_images(self) -> Collection[str]:
-        form = ("--format", "{{.Repository}}:{{.Tag}}")
-        listed = await docker_cli.done("image", "ls", *form, seconds=REQUEST_S)
-        return {qualified_name(name) for name in listed.split()}
+    async def local_images(self) -> Mapping[str, int]:
+        return {
+            qualified_name(name): size
+            for size, tags, digests, _ in await self._described_images(None)
+            for name in (*(tags or ()), *(digests or ()))
+        }
+
+    async def local_layers(self) -> Sequence[Sequence[str]]:
+        return [layers or () for *_, layers in await self._described_images(MOST_COMPARED)]
+
+    async def _described_images(self, most: int | None) -> Sequence[Any]:
+        """Bytes, tags, digests and layers of each image that is here."""
+        listed = await docker_cli.done("image", "ls", "--quiet", "--no-trunc", seconds=REQUEST_S)
+        ids = [*dict.fromkeys(listed.split())][:most]
+        form = (
+            "--format",
+            "[{{.Size}},{{json .RepoTags}},{{json .RepoDigests}},{{json .RootFS.Layers}}]",
+        )
+        found: list[Any] = []
+        for start in range(0, len(ids), MOST_COMPARED):
+            some = ids[start : start + MOST_COMPARED]
+            # an image may vanish meanwhile, so the exit code does not matter
+            said = await docker_cli.call("image", "inspect", *form, *some, seconds=REQUEST_S)
+            found += [json.loads(line) for line in said.out.splitlines() if line.strip()]
+        return found
 
     async def image_size(self, name: str) -> int | None:
         said = await docker_cli.call(

@@ -218,6 +218,7 @@ class KubernetesProvider(ServiceProvider):
     namespace."""
 
     name = "kubernetes"
+    downloads_to = "each node that lacks them"
     limits = frozenset({"memory_mb", "cpus", "disk_mb", "output_mb"})  # a node bounds processes
     account_caps = AccountCaps(starting=32)
     """Refusals show how many pods the namespace's quota and the nodes allow."""
