@@ -10,50 +10,29 @@ hidden test there afterwards.
 
 # mypy: ignore-errors
 
+import json
+import re
+import shutil
+import subprocess
 import sys
-import typing
+import tempfile
 from pathlib import Path
-
-import typing_extensions
-
-typing.TypedDict = typing_extensions.TypedDict  # pydantic wants this one below Python 3.12
-
-import transformers.modeling_utils  # noqa: E402, F401  # it asks once for FlashAttention, which is absent
+from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).parents[2] / "tests/real/trainers"))
 
-import absent  # noqa: E402
+import skyrl_experiment
+import skyrl_gym
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from transformers import Qwen3Config
 
-absent.stand_in(absent.SKYRL)
-
-import json  # noqa: E402
-import os  # noqa: E402
-import re  # noqa: E402
-import shutil  # noqa: E402
-import subprocess  # noqa: E402
-import tempfile  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
-
-import ray  # noqa: E402
-import skyrl_gym  # noqa: E402
-from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402
-    RemoteInferenceClient,
-)
-from skyrl.train.config import SkyRLTrainConfig  # noqa: E402
-from skyrl.train.dataset import PromptDataset  # noqa: E402
-from skyrl.train.entrypoints.main_base import BasePPOExp  # noqa: E402
-from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim  # noqa: E402
-from skyrl.train.utils import validate_cfg  # noqa: E402
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput  # noqa: E402
-from transformers import Qwen3Config  # noqa: E402
-
-from benchmarks import common_job  # noqa: E402
-from perdure.integrations import skyrl  # noqa: E402
+from benchmarks import common_job
+from perdure.integrations import skyrl
 
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 MAX_TOKENS = 32_768
-stepped = []
-"""The tensors of each step."""
 
 
 class ShellEnv(BaseTextEnv):
@@ -92,23 +71,9 @@ class ShellEnv(BaseTextEnv):
         shutil.rmtree(self.folder)
 
 
-class Trainer(FullyAsyncTrainerSim):
-    async def _run_training(self, training_input):
-        stepped.append(training_input)
-        # SkyRL 0.4.0's trainer calls both, but its simulated dispatch has neither.
-        self.dispatch.get_timing_metrics = dict
-        self.dispatch.finalize_pending_saves = lambda model: None
-        return await super()._run_training(training_input)
-
-
 def configuration(asked, folder: Path) -> SkyRLTrainConfig:
-    rows = folder / "rows.jsonl"
     said = [{"role": "user", "content": common_job.STATEMENT}]
-    lines = [
-        {"prompt": said, "instance": f"toy/{name}"}
-        for name in common_job.instance_ids(asked.steps * asked.groups)
-    ]
-    rows.write_text("\n".join(json.dumps(line) for line in lines))
+    instances = common_job.instance_ids(asked.steps * asked.groups)
     model = folder / "model"
     shutil.copytree(asked.tokenizer, model)
     Qwen3Config(
@@ -117,59 +82,31 @@ def configuration(asked, folder: Path) -> SkyRLTrainConfig:
         num_hidden_layers=1,
         num_attention_heads=1,
     ).save_pretrained(model)
-    options = {
-        "data.train_data": f"[{rows}]",
-        "environment.env_class": "shell",
-        "generator.batched": "false",
-        "generator.inference_engine.run_engines_locally": "false",
-        "generator.inference_engine.external_proxy_url": asked.url,
-        "generator.inference_engine.external_server_urls": f"[{asked.url}]",
-        "generator.max_input_length": MAX_TOKENS,
-        "generator.max_turns": asked.turns,
-        "generator.n_samples_per_prompt": asked.samples,
-        "generator.sampling_params.logprobs": 1,
-        "generator.sampling_params.max_generate_length": 2048,
-        "generator.step_wise_trajectories": "false",
-        "trainer.algorithm.advantage_estimator": "grpo",
-        "trainer.algorithm.policy_loss_type": "rollout_is",
-        "trainer.algorithm.use_kl_loss": "false",
-        "trainer.ckpt_interval": -1,
-        "trainer.ckpt_path": folder / "checkpoints",
-        "trainer.epochs": 1,
-        "trainer.eval_interval": -1,
-        "trainer.export_path": folder / "exports",
-        "trainer.fully_async.enabled": "true",
-        "trainer.fully_async.max_staleness_steps": 1,
-        "trainer.fully_async.num_parallel_generation_workers": 2 * asked.groups,
-        "trainer.fully_async.simulate_training": "true",
-        "trainer.fully_async.simulate_training_step_seconds": asked.step_s,
-        "trainer.hf_save_interval": -1,
-        "trainer.logger": "console",
-        "trainer.max_prompt_length": 2048,
-        "trainer.max_training_steps": asked.steps,
-        "trainer.micro_forward_batch_size_per_gpu": 1,
-        "trainer.micro_train_batch_size_per_gpu": 1,
-        "trainer.placement.colocate_all": "false",
-        "trainer.policy.model.path": model,
-        "trainer.policy_mini_batch_size": asked.groups,
-        "trainer.resume_mode": "none",
-        "trainer.train_batch_size": asked.groups,
-    }
-    return SkyRLTrainConfig.from_cli_overrides([f"{name}={v}" for name, v in options.items()])
+    return skyrl_experiment.configuration(
+        folder,
+        [{"prompt": said, "instance": f"toy/{name}"} for name in instances],
+        asked.url,
+        model=model,
+        groups=asked.groups,
+        samples=asked.samples,
+        steps=asked.steps,
+        options={
+            "environment.env_class": "shell",
+            "generator.max_input_length": MAX_TOKENS,
+            "generator.max_turns": asked.turns,
+            "generator.sampling_params.logprobs": 1,
+            "generator.sampling_params.max_generate_length": 2048,
+            "generator.step_wise_trajectories": "false",
+            "trainer.fully_async.max_staleness_steps": 1,
+            "trainer.fully_async.num_parallel_generation_workers": 2 * asked.groups,
+            "trainer.fully_async.simulate_training_step_seconds": asked.step_s,
+            "trainer.max_prompt_length": 2048,
+        },
+    )
 
 
 def main(asked, folder: Path) -> dict:
-    class Experiment(BasePPOExp):
-        def get_train_dataset(self):
-            limit = self.cfg.trainer.max_prompt_length
-            # Its eight processes would import all of this again.
-            return PromptDataset(self.cfg.data.train_data, self.tokenizer, limit, num_workers=1)
-
-        def get_inference_client(self):
-            return RemoteInferenceClient(
-                asked.url, [asked.url], 1, model_name="policy", tokenizer=self.tokenizer
-            )
-
+    class Experiment(skyrl_experiment.WithoutGpu, BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             if asked.side == "skyrl":
                 return super().get_generator(cfg, tokenizer, inference_engine_client)
@@ -180,16 +117,9 @@ def main(asked, folder: Path) -> dict:
                 agent="benchmarks.overhead.bash_agent:BashAgent",
             )
 
-        def get_trainer(self, **parts):
-            return Trainer(**parts)
-
     skyrl_gym.register(id="shell", entry_point=ShellEnv)
-    config = configuration(asked, folder)
-    validate_cfg(config)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    Experiment(config).run()
-    ray.shutdown()
+    skyrl_experiment.run(Experiment, configuration(asked, folder))
+    stepped = skyrl_experiment.stepped
     return {
         "steps": len(stepped),
         "rollouts": sum(len(step["sequences"]) for step in stepped),

@@ -16,7 +16,8 @@ PerdureError
 ├── GiveUp               the rollout cannot succeed as specified: finish it with a status
 │   ├── InstanceError        the row, its environment or its tests are defective (data)
 │   ├── AgentError           the agent could not be installed or launched
-│   └── PolicyTooStale       every engine serves newer weights than the group allows
+│   ├── PolicyTooStale       every engine serves newer weights than the group allows
+│   └── TokenizerChanged     the rollout's model was added again with another tokenizer
 ├── ActionNeeded         a user must act: stop the run
 │   ├── ConfigurationError   a setting, flag or field is wrong; the message names it and the fix
 │   │   └── IdentityDiffers      the id belongs to something with another identity
@@ -170,6 +171,13 @@ class AgentError(GiveUp):
 
 
 class PolicyTooStale(GiveUp):
+    boundary = Boundary.ENGINE
+
+
+class TokenizerChanged(GiveUp):
+    """The model of an open session now has another tokenizer, so no engine can read its ids. A repeat of
+    the call or a replay of its turns cannot help; a new attempt that replays nothing can."""
+
     boundary = Boundary.ENGINE
 
 

@@ -15,10 +15,11 @@ from temporalio.client import (
 )
 from temporalio.exceptions import ApplicationError, CancelledError
 
+from activities.activity_errors import translated
 from perdure.client import search_attribute_keys as attributes
 from perdure.client import temporal_names
 from perdure.client.sdk import Perdure
-from perdure.errors import NotFound
+from perdure.errors import NotFound, TokenizerChanged
 from perdure.rollouts.activity_messages import (
     IDENTITY_DIFFERS,
     AgentRun,
@@ -325,6 +326,40 @@ async def test_a_rollout_is_tried_again_after_the_failures_that_it_names(
 
     assert stages.names().count("run_agent") == attempts
     assert (episode.status, episode.attempts) == (RolloutStatus.FAILED, attempts)
+
+
+@pytest.mark.parametrize(
+    ("retry_on", "status", "reward"),
+    [
+        (("SandboxLost", "CallUnanswered"), RolloutStatus.FAILED, None),
+        (("TokenizerChanged",), RolloutStatus.GRADED, 1.0),
+    ],
+)
+async def test_a_rollout_whose_model_gets_another_tokenizer_goes_on_only_if_the_request_says_so(
+    client: Client,
+    stages: Stages,
+    retry_on: tuple[Any, ...],
+    status: RolloutStatus,
+    reward: float | None,
+) -> None:
+    """A second attempt has a session with the new tokenizer. Without one there is no reward."""
+
+    async def changed(attempt: Any) -> AgentRun:
+        async def refused() -> AgentRun:
+            raise TokenizerChanged("the model judge now has the tokenizer 'x'")
+
+        if attempt.attempt < 2:
+            return await translated(refused())
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override["run_agent"] = changed
+    episode = await _played(client, {**REQUEST, "retry_on": list(retry_on)})
+
+    assert (episode.status, episode.reward) == (status, reward)
+    if episode.failure is not None:
+        found = episode.failure
+        assert (found.boundary.value, found.type) == ("engine", "TokenizerChanged")
+        assert "model judge" in found.message
 
 
 async def test_bad_configuration_ends_the_rollout_without_retries(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TOO_STALE = "policy_too_stale"
 """Error code if every engine serves newer weights than the session's group accepts."""
+OTHER_TOKENIZER = "tokenizer_changed"
+"""Error code if the session's model now has another tokenizer than the session's prompts."""
 
 
 class Wait(Frozen):

@@ -89,6 +89,9 @@ class SessionSummary(Frozen):
     chains: int = 0
     too_stale: str = ""
     """Why no engine may sample for it any more. Empty until a call is refused for this reason."""
+    tokenizer_changed: str = ""
+    """Why no engine can read its ids any more: its model has another tokenizer now. Empty until a call is
+    refused for this reason."""
     refused: str = ""
     """What the engine said when it refused a call before the first answer, and the fix."""
     refusals: int = 0
@@ -116,6 +119,11 @@ class SessionSummary(Frozen):
     def waits_for_quota(self, now: float) -> bool:
         """Whether a call cannot be answered before a quota resets. `now`: Unix seconds."""
         return self.waits is not None and self.waits.until > now
+
+    @property
+    def ends_calls(self) -> bool:
+        """Whether the gateway refuses every later call of the agent."""
+        return bool(self.too_stale or self.tokenizer_changed or self.capped)
 
     @property
     def is_hopeless(self) -> bool:

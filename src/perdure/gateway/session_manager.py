@@ -19,7 +19,7 @@ import structlog
 
 from perdure import tracing
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
-from perdure.engines.base import TOO_STALE, Wait
+from perdure.engines.base import OTHER_TOKENIZER, TOO_STALE, Wait
 from perdure.engines.open_hours import models_open
 from perdure.engines.quota_resets import QuotaReset, QuotaResets, model_account, model_name
 from perdure.engines.waiting_calls import Waits
@@ -44,6 +44,7 @@ from perdure.gateway.journal.turn_record import (
     DAMAGED,
     OPEN,
     REFUSED,
+    RETOKENIZED,
     SEALED,
     STALE,
     STOPPED,
@@ -171,6 +172,7 @@ class Sessions:
             "kind": OPEN,
             "spec": spec.model_dump(mode="json"),
             "models": chosen.model_dump(mode="json"),
+            "tokenizers": models.tokenizers,
         }
         try:
             await self._append(spec.session_id, record, 0)
@@ -325,8 +327,10 @@ class Sessions:
             return None
         unknown = SessionSpec(session_id=session_id, turns_key="")
         spec = SessionSpec.model_validate(records[0]["spec"]) if records else unknown
-        recorded = records[0].get("models", {}) if records else {}
-        models = await self._models.loaded(RecordedModels.model_validate(recorded))
+        opened = records[0] if records else {}
+        models = await self._models.loaded(
+            RecordedModels.model_validate(opened.get("models", {})), opened.get("tokenizers")
+        )
         session = Session(spec, models, Pace(self._ceilings))
         session.wake(self._tool_digests, records)
         session.damaged = session.damaged or damage
@@ -359,6 +363,9 @@ class Sessions:
             records = await self._journal.read(earlier)
         except JournalDamaged as error:
             records = error.intact
+        tokenizers = session.models.tokenizers
+        if records and records[0].get("tokenizers", tokenizers) != tokenizers:
+            records = []  # no engine of this session could read its ids
         recording = Recording(earlier, turn_records(records))
         own = await self._journal.read(session.spec.session_id)
         for record in turn_records(own[: session.position]):
@@ -714,6 +721,9 @@ class Sessions:
             if refused.code == TOO_STALE:
                 stale = {"kind": STALE, "message": str(refused)}
                 await self._note(session, stale, lambda: session.too_stale)
+            if refused.code == OTHER_TOKENIZER:
+                changed = {"kind": RETOKENIZED, "message": str(refused)}
+                await self._note(session, changed, lambda: session.tokenizer_changed)
             if refused.code in ENGINE_REFUSAL_HINTS:
                 await self._note_refused(session, f"{refused}{ENGINE_REFUSAL_HINTS[refused.code]}")
             raise

@@ -8,7 +8,7 @@ the same tokenizer, even after the roster changes.
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from pydantic import Field
@@ -34,6 +34,8 @@ class SessionModel:
     """Raises: GatewayUnavailable."""
     is_reserved: bool = False
     """Whether only engines that are reserved for the session's run may sample."""
+    tokenizer: str = ""
+    """The tokenizer of the session's ids: the digest of its canary."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class SessionModels:
         """The model that answers a request for `asked`."""
         matches = (model for glob, model in self.others.items() if fnmatchcase(asked, glob))
         return next(matches, self.main)
+
+    @property
+    def tokenizers(self) -> dict[str, str]:
+        """By model, the digest of its tokenizer's canary."""
+        return {one.name: one.tokenizer for one in (self.main, *self.others.values())}
 
 
 class RecordedModels(Frozen):
@@ -77,10 +84,19 @@ class ModelLoader:
         others = {glob: await choose(name, run) for glob, name in spec.models.items()}
         return RecordedModels(main=await choose(spec.model, run), others=others)
 
-    async def loaded(self, recorded: RecordedModels) -> SessionModels:
-        """Raises: ConfigurationError if a tokenizer cannot be read on this host."""
+    async def loaded(
+        self, recorded: RecordedModels, tokenizers: Mapping[str, str] | None = None
+    ) -> SessionModels:
+        """`tokenizers`: those of an earlier process's ids, as in `SessionModels`.
+
+        Raises: ConfigurationError if a tokenizer cannot be read on this host.
+        """
+        main = await self._model(recorded.main)
         others = {glob: await self._model(one) for glob, one in recorded.others.items()}
-        return SessionModels(await self._model(recorded.main), others)
+        return SessionModels(
+            _with_tokenizer(main, tokenizers or {}),
+            {glob: _with_tokenizer(one, tokenizers or {}) for glob, one in others.items()},
+        )
 
     async def _model(self, recorded: ChosenModel | None) -> SessionModel:
         if recorded is None:
@@ -92,3 +108,8 @@ class ModelLoader:
             )
         engine = self._default.engine if recorded.is_hosted else self._engine.pool_engine
         return SessionModel(recorded.name, model_format, engine, recorded.is_reserved)
+
+
+def _with_tokenizer(model: SessionModel, tokenizers: Mapping[str, str]) -> SessionModel:
+    digest = tokenizers.get(model.name) or model.format.tokenizer.canary.digest
+    return replace(model, tokenizer=digest)

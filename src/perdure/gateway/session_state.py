@@ -20,6 +20,7 @@ from perdure.gateway.journal.turn_record import (
     CLOSED,
     DAMAGED,
     REFUSED,
+    RETOKENIZED,
     SEALED,
     STALE,
     STOPPED,
@@ -124,6 +125,8 @@ class Session:
     """The engine on which another process sampled the newest turn, and which has its KV cache."""
     too_stale: str = ""
     """Why no engine may sample for it any more; empty until a call is refused for this reason."""
+    tokenizer_changed: str = ""
+    """Why no engine can read its ids any more; empty until a call is refused for this reason."""
     damaged: str = ""
     """Why its attempt must end: see `SessionSummary.damaged`."""
     capped: str = ""
@@ -209,6 +212,8 @@ class Session:
             self.damaged = record["message"]
         elif record["kind"] == STALE:
             self.too_stale = record["message"]
+        elif record["kind"] == RETOKENIZED:
+            self.tokenizer_changed = record["message"]
         elif record["kind"] == CAPPED:
             self.capped = record["message"]
         elif record["kind"] == STOPPED:
@@ -292,6 +297,7 @@ class Session:
             bridge_misses=dict(totals.misses),
             chains=len(totals.chains),
             too_stale=self.too_stale,
+            tokenizer_changed=self.tokenizer_changed,
             capped=self.capped,
             stopped=self.stopped,
             damaged=self.damaged,

@@ -16,6 +16,7 @@ from perdure.errors import (
     PolicyTooStale,
     RetryHere,
     SandboxLost,
+    TokenizerChanged,
 )
 from perdure.gateway.base import STOPPED_OUTSIDE, SessionSummary
 from perdure.rollouts import agent_output, handler_hooks
@@ -44,7 +45,7 @@ REASON_LIMIT = 300
 
 
 async def run_agent(job: Job) -> AgentRun:
-    """Raises: SandboxLost; PolicyTooStale; GatewayUnavailable; ConfigurationError."""
+    """Raises: SandboxLost; PolicyTooStale; TokenizerChanged; GatewayUnavailable; ConfigurationError."""
     return await job.once(CHECKPOINT, AgentRun, _run)
 
 
@@ -113,15 +114,14 @@ async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandb
     except TimeoutError:  # the budget ran out; the handler's own errors arrive as SandboxLost
         end = AgentEnd.LIMIT
     except SandboxLost:
-        if session is None or not (await session.look()).capped:
+        if session is None or not (await session.look()).ends_calls:
             raise
         end = AgentEnd.LIMIT  # the handler's code failed at the refused call
     finally:
         kept.cancel()
         await asyncio.gather(kept, return_exceptions=True)
     summary = await session.close() if session is not None else None
-    if summary is not None and summary.too_stale:
-        raise PolicyTooStale(summary.too_stale)
+    _check_has_engines(summary)
     capped = summary.capped if summary is not None else ""
     return AgentRun(
         end=AgentEnd.LIMIT if capped else end,
@@ -240,7 +240,7 @@ async def _watch(
                 coming = 2 * WATCH_S if _waits(summary, conversation) else 0.0
                 excused = min(waited + coming, LONGEST_WAIT_S)
                 await sandbox.extend(EXEC_ID, job.agent_budget_s + excused)
-            is_refused = summary.too_stale or summary.is_hopeless or summary.capped
+            is_refused = summary.ends_calls or summary.is_hopeless
             no_answer = is_refused or _waits_for_quota(summary, conversation)
             if no_answer or summary.mcp_failed:
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
@@ -271,6 +271,14 @@ def _waits_for_quota(session: SessionSummary, conversation: Conversation | None)
     return of_user or session.waits_for_quota(time.time())
 
 
+def _check_has_engines(summary: SessionSummary | None) -> None:
+    """Raises: PolicyTooStale, TokenizerChanged if no engine could sample for the session any more."""
+    if summary is not None and summary.too_stale:
+        raise PolicyTooStale(summary.too_stale)
+    if summary is not None and summary.tokenizer_changed:
+        raise TokenizerChanged(summary.tokenizer_changed)
+
+
 async def _conclude(
     job: Job, session: AgentSession | None, sandbox: Sandbox, status: ExecStatus
 ) -> AgentRun:
@@ -281,8 +289,7 @@ async def _conclude(
         sandbox, status, job.agent.artifacts, turns=summary.turns if summary else 0
     )
     await agent_output.keep(job, found)
-    if summary is not None and summary.too_stale:
-        raise PolicyTooStale(summary.too_stale)
+    _check_has_engines(summary)
     if summary is not None:
         working = (status.seconds or 0.0) - summary.waiting_seconds
         metrics.agent_time(working, summary.engine_seconds)

@@ -34,12 +34,13 @@ FailureType = Literal[
     "AgentError",
     "EngineRefused",
     "InstanceError",
+    "TokenizerChanged",
     "ActivityTimeout",
     "UnexpectedError",
 ]
 """Failure types that a new attempt may avoid. `CallUnanswered`: the agent ended after the gateway
 could not answer a model call, or an MCP server could not answer a call. `AgentError`: the agent
-ended before any model call was answered."""
+ended before any model call was answered. `TokenizerChanged`: the new attempt samples everything again."""
 
 
 class Sampling(Request):

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 
 from perdure.engines.base import Wait
+from perdure.errors import SandboxLost, TokenizerChanged
 from perdure.gateway.base import HOPELESS, SessionSummary
-from perdure.rollouts import agent_stage
+from perdure.rollouts import agent_stage, handler_hooks
 from perdure.sandboxes.base import ExecState, ExecStatus
 
 BUDGET_S = 1800.0
@@ -42,6 +43,7 @@ class Sandbox:
         ({"refused": "401", "refusals": HOPELESS - 1}, False),
         ({"refused": "401", "refusals": HOPELESS, "turns": 1}, False),
         ({"too_stale": "old"}, True),
+        ({"tokenizer_changed": "other ids", "turns": 3}, True),
         ({"capped": "it has used 3 of 3 turns", "turns": 3}, True),
     ],
 )
@@ -71,6 +73,30 @@ async def test_the_watch_of_a_stopped_agent_ends_while_it_runs() -> None:
     status = await _watch(sandbox, {}, {"stopped": True})
 
     assert (status.done, sandbox.signals) == (False, [])
+
+
+async def test_a_handlers_agent_that_fails_at_a_refused_call_gets_no_new_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its code failed because no engine reads the session's ids any more, which another sandbox does not
+    change."""
+    told = SessionSummary(session_id="s", open=True, turns=3, tokenizer_changed="other ids")
+
+    async def summary() -> SessionSummary:
+        return told
+
+    async def failed(*_: Any) -> None:
+        raise SandboxLost("the handler failed: 410")
+
+    async def alive(*_: Any) -> None:
+        """Renews nothing."""
+
+    monkeypatch.setattr(handler_hooks, "run", failed)
+    monkeypatch.setattr(agent_stage, "_keep_alive", alive)
+    session = SimpleNamespace(look=summary, close=summary)
+    job = SimpleNamespace(agent_budget_s=BUDGET_S)
+    with pytest.raises(TokenizerChanged, match="other ids"):
+        await agent_stage._run_by_handler(*cast(Any, (job, session, None)))
 
 
 async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> ExecStatus:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 FAILURES = (
     *("SandboxLost", "CallUnanswered", "AgentError", "EngineRefused", "InstanceError"),
-    *("ActivityTimeout", "UnexpectedError"),
+    *("TokenizerChanged", "ActivityTimeout", "UnexpectedError"),
 )
 """Copies `perdure.types.requests.FailureType`, so that `--help` need not import it."""
 

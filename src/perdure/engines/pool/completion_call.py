@@ -47,6 +47,8 @@ class GenerateCall:
     """How many token ids the model has; None: not known."""
     model: str = DEFAULT_MODEL
     """The model that samples, as the roster names it."""
+    tokenizer: str = ""
+    """The tokenizer that wrote the prompt: the digest of its canary. Empty: not checked."""
     is_reserved: bool = False
     """Whether only engines that are reserved for the run may sample."""
     routed_from: int = 0

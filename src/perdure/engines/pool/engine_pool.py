@@ -17,7 +17,7 @@ import structlog
 
 from perdure import tracing
 from perdure.dialects.base import Refused
-from perdure.engines.base import TOO_STALE, Completion, Wait
+from perdure.engines.base import OTHER_TOKENIZER, TOO_STALE, Completion, Wait
 from perdure.engines.clients.token_endpoint import BreakKind, StreamBroken
 from perdure.engines.engine_roster import SharedRoster
 from perdure.engines.engine_state import EngineSpec, EngineState
@@ -234,13 +234,15 @@ class EnginePool:
         return True
 
     def _usable(self, call: GenerateCall) -> list[PooledEngine]:
-        """The engines that are ready and whose policy version the call accepts."""
+        """The engines that are ready, can read the call's prompt, and whose policy version it accepts."""
         if call.versions.may_finish and self._is_too_stale(call):
             call.versions = Versions()
         return [
             one
             for one in self._engines_of(call)
-            if one.serves and call.versions.include(one.record.version)
+            if one.serves
+            and not one.has_other_tokenizer(call.tokenizer)
+            and call.versions.include(one.record.version)
         ]
 
     def _is_too_stale(self, call: GenerateCall) -> bool:
@@ -251,12 +253,15 @@ class EnginePool:
         return bool(serving) and not any(call.versions.allow(one.record.version) for one in serving)
 
     def _refused(self, call: GenerateCall) -> Refused | CallsRefused | None:
-        """Why waiting cannot help; None if it can. Either every engine serves a policy version that is too
-        new, or every engine refuses the settings' model or key, or has another tokenizer."""
+        """Why waiting cannot help; None if it can. Either the model was added again with another tokenizer,
+        or every engine serves a policy version that is too new, or every engine refuses the settings' model
+        or key, or has another tokenizer than the model's."""
+        present = [one for one in self._engines_of(call) if not one.record.removed]
+        if present and present[0].has_other_tokenizer(call.tokenizer):  # all have the same model
+            return Refused(410, OTHER_TOKENIZER, _tokenizer_changed(call, present[0]))
         if self._is_too_stale(call):
             told = f"this group accepts only {call.versions}, and every engine serves newer weights"
             return Refused(410, TOO_STALE, told)
-        present = [one for one in self._engines_of(call) if not one.record.removed]
         if not present or not all(one.refused for one in present):
             return None
         return CallsRefused(present[0].refused)
@@ -347,6 +352,17 @@ class EnginePool:
             )
         if call.gained == 0:
             await asyncio.sleep(call.pause(broken.retry_after))
+
+
+def _tokenizer_changed(call: GenerateCall, engine: PooledEngine) -> str:
+    rendering = engine.health.rendering
+    name, digest = (rendering.tokenizer, rendering.canary.digest) if rendering else ("", "")
+    return (
+        f"the model {call.model} now has the tokenizer {name!r} (digest {digest}), and this session's ids are of "
+        f"another one (digest {call.tokenizer}), so no engine can continue it. Start the rollout again, or "
+        "allow a new attempt with retry_on TokenizerChanged. To keep open sessions, add an engine with another "
+        "tokenizer under another --model"
+    )
 
 
 def _asked(call: GenerateCall, engine: PooledEngine) -> tracing.Attributes:

@@ -99,6 +99,12 @@ class PooledEngine:
         is_new = self.record.state is EngineState.STARTING
         return self.health.refused if is_new or self.health.has_other_tokenizer else ""
 
+    def has_other_tokenizer(self, digest: str) -> bool:
+        """Whether its model's prompts are not written with this tokenizer. `digest`: of its canary; empty if
+        it is not known."""
+        rendering = self.health.rendering
+        return bool(digest) and rendering is not None and rendering.canary.digest != digest
+
     def load(self) -> Load:
         now = time.monotonic()
         for call in self.running:

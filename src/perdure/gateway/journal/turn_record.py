@@ -18,7 +18,7 @@ from perdure.types import Turn, TurnFacts, Usage
 
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"
 STALE, UNANSWERED, REFUSED, DAMAGED = "stale", "unanswered", "refused", "damaged"
-CAPPED, STOPPED = "capped", "stopped"
+CAPPED, STOPPED, RETOKENIZED = "capped", "stopped", "retokenized"
 TURN: Literal["turn"] = "turn"
 UNVALIDATED_FIELDS = {"messages", "answer", "tools"}
 """Fields that clients and models wrote. They may hold lone surrogates, which pydantic refuses."""

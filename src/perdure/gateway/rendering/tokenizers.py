@@ -58,6 +58,13 @@ class Tokenizer:
         """The text of every control token."""
         return tuple(self._added)
 
+    @functools.cached_property
+    def canary(self) -> TokenizerCanary:
+        """Shows whether another tokenizer gives the same ids."""
+        control = (one for one in self.control_tokens if one == one.strip())
+        text = "".join((TOKENIZED, *control))
+        return TokenizerCanary(text, digest_of_ids(self.encode(text)))
+
     @property
     @abstractmethod
     def vocabulary(self) -> int:
@@ -224,10 +231,7 @@ def published(folder: Path, name: str) -> dict[str, Any]:
 
 def tokenizer_canary(name: str) -> TokenizerCanary:
     """Raises: ConfigurationError, as `load_tokenizer`."""
-    tokenizer = load_tokenizer(name)
-    control = (one for one in tokenizer.control_tokens if one == one.strip())
-    text = "".join((TOKENIZED, *control))
-    return TokenizerCanary(text, digest_of_ids(tokenizer.encode(text)))
+    return load_tokenizer(name).canary
 
 
 @functools.lru_cache(4)

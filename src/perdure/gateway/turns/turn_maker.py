@@ -127,6 +127,7 @@ class TurnMaker:
                     last=session.elsewhere,
                     vocabulary=model.format.tokenizer.vocabulary,
                     model=model.name,
+                    tokenizer=model.tokenizer,
                     is_reserved=model.is_reserved,
                     routed_from=parent.routed if parent else 0,
                 )
