@@ -46,14 +46,17 @@ class Calculator:
 
     process: "subprocess.Popen[str]"
     port: int
+    kind: str
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}/mcp"
+        return f"http://127.0.0.1:{self.port}/{'sse' if self.kind == 'sse' else 'mcp'}"
 
     def as_server(self, **fields: object) -> McpServer:
         headers = {"Authorization": "Bearer ${CALCULATOR}"}
-        return McpServer.model_validate({"url": self.address, "headers": headers, **fields})
+        return McpServer.model_validate(
+            {"type": self.kind, "url": self.address, "headers": headers, **fields}
+        )
 
     def end(self) -> None:
         self.process.kill()
@@ -61,14 +64,14 @@ class Calculator:
 
 
 @contextmanager
-def served(sdk: Path, *, port: int = 0) -> Iterator[Calculator]:
-    """A server on HTTP, on a free port if `port` is 0. It wants `TOKEN`."""
-    argv = [str(sdk / "bin" / "python"), "-I", str(PROGRAM), "http", TOKEN]
+def served(sdk: Path, *, port: int = 0, kind: str = "http") -> Iterator[Calculator]:
+    """A server on HTTP, on a free port if `port` is 0. It wants `TOKEN`. `kind`: `http` or `sse`."""
+    argv = [str(sdk / "bin" / "python"), "-I", str(PROGRAM), kind, TOKEN]
     env = {**os.environ, "PORT": str(port)}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
     with process.stdout:
-        server = Calculator(process, int(process.stdout.readline()))
+        server = Calculator(process, int(process.stdout.readline()), kind)
         try:
             yield server
         finally:

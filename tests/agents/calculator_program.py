@@ -2,8 +2,9 @@
 
     python calculator_program.py                 # stdio
     python calculator_program.py http TOKEN      # streamable HTTP; prints its port, wants the token
+    python calculator_program.py sse TOKEN       # the older transport
 
-A client that asks for `/mcp` with another token gets 401.
+A client with another token gets 401.
 """
 
 import asyncio
@@ -63,16 +64,16 @@ def guarded(app: Any, token: str) -> Callable[..., Awaitable[None]]:
     return call
 
 
-def serve(token: str) -> None:
+def serve(kind: str, token: str) -> None:
     listener = socket.create_server(("127.0.0.1", int(os.environ.get("PORT", "0"))))
     print(listener.getsockname()[1], flush=True)
-    app = guarded(server.streamable_http_app(), token)
+    app = guarded(server.sse_app() if kind == "sse" else server.streamable_http_app(), token)
     config = uvicorn.Config(app, log_level="warning", lifespan="on")
     uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["http"]:
-        serve(sys.argv[2])
+    if sys.argv[1:]:
+        serve(*sys.argv[1:])
     else:
         server.run("stdio")

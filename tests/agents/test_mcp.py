@@ -59,7 +59,7 @@ async def played(stand: Stand, case: Case, kind: str, *tools: dict[str, Any]) ->
         return await stand.run(
             agent, scripts, mcp_servers=servers, mounted=mounted, options=options
         )
-    with calculator.served(sdk) as server:
+    with calculator.served(sdk, kind=kind) as server:
         servers = {"calc": server.as_server()}
         return await stand.run(agent, scripts, mcp_servers=servers, options=case.options)
 
@@ -90,6 +90,19 @@ async def test_a_tool_over_http(stand: Stand, case: Case) -> None:
     run.assert_token_exact()
 
 
+@pytest.mark.parametrize("case", CASES[:4], ids=label)
+async def test_a_tool_over_sse(stand: Stand, case: Case) -> None:
+    """The agent speaks streamable HTTP to the gateway, which speaks `sse` to the server."""
+    adds, fails = call("add", a=20, b=22), call("divide", a=1, b=0)
+    run = await played(stand, case, "sse", adds, fails)
+    recorded = [(one["server"], one["tool"], one["is_error"]) for one in stand.mcp_calls]
+
+    assert run.end is AgentEnd.FINISHED, run.said
+    assert "the sum is 42" in seen(run), run.said
+    assert recorded == [("calc", "add", False), ("calc", "divide", True)]
+    assert run.summary.mcp_failed == ""
+
+
 @pytest.mark.parametrize("case", CASES[:-1], ids=label)
 async def test_a_tool_on_stdio(stand: Stand, case: Case) -> None:
     """The agent starts the server in its sandbox."""
@@ -99,9 +112,10 @@ async def test_a_tool_on_stdio(stand: Stand, case: Case) -> None:
     assert "the sum is 42" in seen(run), run.said
 
 
-async def test_a_server_that_dies_in_a_call_fails_the_session(stand: Stand) -> None:
+@pytest.mark.parametrize("kind", ["http", "sse"])
+async def test_a_server_that_dies_in_a_call_fails_the_session(stand: Stand, kind: str) -> None:
     """The attempt must then end without a verdict: the policy never causes it."""
-    run = await played(stand, CASES[1], "http", call("die"))
+    run = await played(stand, CASES[1], kind, call("die"))
 
     assert "MCP server 'calc' at 127.0.0.1" in run.summary.mcp_failed
     assert [(one["tool"], one["ended"]) for one in stand.mcp_calls] == [("die", "unanswered")]

@@ -72,6 +72,19 @@ SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'
 OWN_TESTS = {"tests/Dockerfile": TESTS_DOCKERFILE}
 KEPT = 'artifacts = ["/app/out"]\n'
 
+SIDECAR = f"""\
+services:
+  main:
+    volumes: [shared:/shared]
+  db:
+    image: {BASE}
+    command: ["sh", "-c", "mkdir -p /srv; echo side > /srv/made; exec sleep infinity"]
+    volumes: [shared:/shared]
+volumes:
+  shared:
+"""
+WITH_SIDECAR = {"environment/docker-compose.yaml": SIDECAR}
+
 TASKS = (
     Task("plain"),
     Task("version", keys=("schema_version",), files={"task.toml": 'version = "1.0"\n'}),
@@ -289,6 +302,18 @@ TASKS = (
     Task(
         "collect-separate", f'artifacts = ["/app/dump"]\n{SEPARATE}[[verifier.collect]]\ncommand = "cp out dump"\n',
         test=check("grep -qx done /app/dump"), files=OWN_TESTS,
+    ),
+    Task(
+        "artifact-sidecar", 'artifacts = [{source = "/srv/made", service = "db"}]\n' + SEPARATE,
+        test=check("grep -qx side /srv/made && [ -e /logs/artifacts/it ]"),
+        solve="#!/bin/bash\necho it > /logs/artifacts/it\n", files=OWN_TESTS | WITH_SIDECAR,
+    ),
+    Task(
+        "collect-sidecar",
+        f'artifacts = [{{source = "/srv/dump", service = "db"}}]\n{SEPARATE}[[verifier.collect]]\n'
+        'command = "cat /srv/made /shared/out > /srv/dump"\nservice = "db"\nuser = "root"\n',
+        test=check("grep -qx side /srv/dump && grep -qx done /srv/dump"), files=OWN_TESTS | WITH_SIDECAR,
+        solve="#!/bin/bash\necho done > /shared/out\n",
     ),
     Task("artifact-absent", 'artifacts = ["/app/out", "/app/absent"]\n'),
     Task(

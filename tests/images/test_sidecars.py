@@ -19,6 +19,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.rollout_activities import Stages
+from perdure.graders.artifact_transfer import pack_sidecar_artifacts
 from perdure.instances.rows.row_import import import_rows
 from perdure.rollouts import stage_checkpoints
 from perdure.rollouts.activity_messages import Attempt
@@ -304,13 +305,25 @@ def services(engine: Engine, tmp_path: Path) -> Services:
     return Services(Settings(home=tmp_path / "home", store=str(tmp_path / "store")))
 
 
-async def imported(services: Services, folder: Path, mode: str) -> str:
+COLLECTED = """\
+[[artifacts]]
+source = "/opt/kept"
+service = "db"
+exclude = ["*.log"]
+[[verifier.collect]]
+service = "db"
+command = "mkdir /opt/kept; redis-cli get answer > /opt/kept/answer; touch /opt/kept/a.log"
+"""
+SEEN = '[ "$(ls /opt/kept)" = answer ] && [ "$(cat /opt/kept/answer)" = 42 ] && good=1 || good=0\n'
+
+
+async def imported(services: Services, folder: Path, mode: str, collected: str = "") -> str:
     files = {
-        "task.toml": TASK.format(mode=mode, image=IMAGE),
+        "task.toml": TASK.format(mode=mode, image=IMAGE) + collected,
         "instruction.md": "Set answer to 42 in the database.\n",
         "environment/docker-compose.yaml": COMPOSE,
         "solution/solve.sh": f"#!/bin/bash\nmkdir -p /logs/artifacts\n{SOLUTION}",
-        "tests/test.sh": f"#!/bin/bash\n{TESTS[mode]}echo $good >/logs/verifier/reward.txt\n",
+        "tests/test.sh": f"#!/bin/bash\n{SEEN if collected else TESTS[mode]}echo $good >/logs/verifier/reward.txt\n",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -351,6 +364,37 @@ async def test_a_task_with_a_database(
     assert (gold.outcome, gold.reward, gold.reason) == ("resolved", 1.0, "")
     assert (nothing.outcome, nothing.reward) == ("unresolved", 0.0)
     assert engine.containers() == []
+
+
+async def test_a_separate_verifier_sees_what_a_sidecar_leaves(
+    engine: Engine, services: Services, tmp_path: Path
+) -> None:
+    """Its command runs in the database's container, from which the artifacts come."""
+    ref = await imported(services, tmp_path / "task", "separate", COLLECTED)
+    gold, nothing = [
+        await played(services, attempt_of(engine, ref, agent)) for agent in ("oracle", "nop")
+    ]
+
+    assert (gold.outcome, gold.reward, gold.reason) == ("resolved", 1.0, "")
+    assert (nothing.outcome, nothing.reward) == ("unresolved", 0.0)
+
+
+async def test_artifacts_of_a_sidecar_are_bounded_and_optional(engine: Engine) -> None:
+    """Absent ones are left out, as are those of a sidecar that has ended."""
+    box = await engine.provider.create(SPEC, "box")
+    await box.sidecar_exec("db", ["sh", "-c", "head -c 3000000 /dev/zero > /opt/big"], timeout_s=60)
+    large = await pack_sidecar_artifacts(box, "db", {"/opt/big": ()}, output_mb=1)
+    kept = await pack_sidecar_artifacts(box, "db", {"/opt/big": ()}, output_mb=4)
+    absent = await pack_sidecar_artifacts(box, "db", {"/opt/absent": ()}, output_mb=1)
+    (database,) = [name for name in engine.containers() if name.endswith(".db")]
+    engine("kill", database)
+    await eventually(lambda: engine.state(database) == "exited")
+    ended = await pack_sidecar_artifacts(box, "db", {"/opt/big": ()}, output_mb=4)
+    await box.kill()
+
+    assert (large.data, large.refused[:19]) == (b"", "artifacts_too_large")
+    assert (len(kept.data) > 3_000_000, kept.refused) == (True, "")
+    assert (absent.data, absent.refused, ended.data, ended.refused) == (b"", "", b"", "")
 
 
 async def test_tests_never_run_twice_in_the_agents_sandbox(

@@ -87,9 +87,11 @@ async def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         await found.services.gateway.aclose()
 
 
-async def test_a_dead_server_leaves_no_verdict(home: Home) -> None:
+@pytest.mark.parametrize("kind", ["http", "sse"])
+async def test_a_dead_server_leaves_no_verdict(home: Home, kind: str) -> None:
     """However the agent ended, its run says which server could not answer."""
-    run = await home.run(await home.boot(of_run={"docs": DEAD}))
+    server = {**DEAD, "type": kind}
+    run = await home.run(await home.boot(of_run={"docs": server}))
 
     assert "MCP server 'docs' at 127.0.0.1:1 cannot be reached" in run.broke
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from perdure.gateway.mcp import mcp_calls, mcp_proxy
+from perdure.gateway.mcp import event_stream, mcp_calls
 from perdure.testing.local_gateway import LocalGateway
 from tests.unit.gateway.test_mcp_proxy import Stand, result, stand
 
@@ -160,7 +160,7 @@ async def test_an_endless_stream_ends(stand: Stand) -> None:
     _, answer = await send(stand, json.dumps(CALL).encode())
 
     assert "the answer exceeds 8 MiB" in answer.text[-200:]
-    assert len(answer.content) < mcp_proxy.LARGEST_ANSWER + 1000
+    assert len(answer.content) < event_stream.LARGEST_ANSWER + 1000
     assert (await stand.summary()).mcp_failed == ""
 
 
@@ -191,11 +191,11 @@ def test_tiny_chunks_cost_no_more_than_large_ones(monkeypatch: pytest.MonkeyPatc
             searched.append(len(data) - start)
             return event_end.finditer(data, start)
 
-    event_end = mcp_proxy._EVENT_END
-    monkeypatch.setattr(mcp_proxy, "_EVENT_END", Pattern())
+    event_end = event_stream._EVENT_END
+    monkeypatch.setattr(event_stream, "_EVENT_END", Pattern())
     data, rest = b"x" * 10_000 + b"\r\n\r\nend", bytearray()
     chunks = [data[at : at + 1] for at in range(len(data))]
-    events = [one for chunk in chunks for one in mcp_proxy._taken_events(rest, chunk)]
+    events = [one for chunk in chunks for one in event_stream.taken_events(rest, chunk)]
 
     assert (events, bytes(rest)) == ([data[:-3]], b"end")
     assert sum(searched) <= 4 * len(data)

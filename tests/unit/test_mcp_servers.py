@@ -43,7 +43,7 @@ def test_a_file_of_claude_code_is_read(tmp_path: Path) -> None:
     [
         ({"servers": {}}, "mcpServers: it is missing"),
         ({"mcpServers": {"a b": CALC}}, "mcpServers.a b"),
-        ({"mcpServers": {"docs": {"type": "sse", "url": "http://a"}}}, "`sse` is deprecated"),
+        ({"mcpServers": {"docs": {"type": "sse"}}}, "has a `url` and no `command`"),
         ({"mcpServers": {"docs": {**DOCS, "command": "x"}}}, "has a `url` and no `command`"),
         ({"mcpServers": {"docs": {"url": "ftp://a/b"}}}, "write http://HOST/PATH"),
         ({"mcpServers": {"docs": {**DOCS, "timeout": 5}}}, "mcpServers.docs.timeout"),

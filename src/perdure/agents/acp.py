@@ -169,7 +169,7 @@ def _settings(task: AgentTask, chosen: AcpOptions, command: tuple[str, ...]) -> 
 def _refuse_hanging_servers(task: AgentTask, chosen: AcpOptions) -> None:
     """Raises: ConfigurationError."""
     for name, server in task.mcp_servers.items():
-        if chosen.server == "opencode" and server.type == "stdio":
+        if chosen.server == "opencode" and not server.is_remote:
             raise ConfigurationError(
                 f"MCP server {name!r}: as an Agent Client Protocol server, opencode hangs with servers "
                 "on stdio; use agent opencode, or serve it over HTTP"
@@ -178,7 +178,7 @@ def _refuse_hanging_servers(task: AgentTask, chosen: AcpOptions) -> None:
 
 def _mcp_server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     """A server as `session/new` takes it."""
-    if server.type == "http":
+    if server.is_remote:
         key = {"name": "Authorization", "value": f"Bearer {task.session_key}"}
         url = mcp_config.url(task, name)
         return {"type": "http", "name": name, "url": url, "headers": [key]}

@@ -167,7 +167,7 @@ def _servers(task: AgentTask) -> dict[str, Any]:
     key = {"Authorization": f"Bearer {task.session_key}"}  # it expands no variable of a credential
     return {
         name: {"type": "http", "url": mcp_config.url(task, name), "headers": key}
-        if server.type == "http"
+        if server.is_remote
         else {"command": server.command, "args": server.args, "env": server.env}
         for name, server in task.mcp_servers.items()
     }

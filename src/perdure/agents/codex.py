@@ -103,7 +103,7 @@ def _configuration(
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     waits_s = int(mcp_config.wait_s(server))
     times = {"startup_timeout_sec": waits_s, "tool_timeout_sec": waits_s, "required": True}
-    if server.type == "http":
+    if server.is_remote:
         return {"url": mcp_config.url(task, name), "bearer_token_env_var": KEY, **times}
     return {"command": server.command, "args": server.args, **times}
 

@@ -129,7 +129,7 @@ def _settings(task: AgentTask, chosen: GeminiCliOptions) -> dict[str, Any]:
 
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     common = {"timeout": int(1000 * mcp_config.wait_s(server)), "trust": True}
-    if server.type == "http":
+    if server.is_remote:
         key = {"Authorization": "Bearer ${GEMINI_API_KEY}"}
         return {"httpUrl": mcp_config.url(task, name), "headers": key, **common}
     return {"command": server.command, "args": server.args, "env": server.env, **common}

@@ -1,7 +1,8 @@
 """The MCP servers of a task, as agents write them into their own settings.
 
-An `http` server's address is the gateway's, and its credential is the session key. The gateway calls
-the server itself, and bounds each call, so agents wait longer than the gateway does.
+The address of an `http` or `sse` server is the gateway's, which speaks streamable HTTP to agents. Its
+credential is the session key. The gateway calls the server itself, and bounds each call, so agents
+wait longer than the gateway does.
 """
 
 from collections.abc import Iterable

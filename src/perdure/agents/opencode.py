@@ -132,7 +132,7 @@ def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -
 
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     timeout = {"timeout": int(1000 * mcp_config.wait_s(server))}
-    if server.type == "http":
+    if server.is_remote:
         key = {"Authorization": f"Bearer {{file:{KEY}}}"}
         remote = {"type": "remote", "url": mcp_config.url(task, name), "oauth": False}
         return {**remote, "headers": key, **timeout}

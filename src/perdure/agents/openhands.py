@@ -70,6 +70,6 @@ class Openhands(RunnerAgent[OpenhandsOptions]):
 
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     timeout = {"timeout": mcp_config.wait_s(server)}
-    if server.type == "http":
+    if server.is_remote:
         return {"transport": "http", "url": mcp_config.url(task, name), **timeout}
     return {"command": server.command, "args": server.args, "env": server.env, **timeout}

@@ -10,12 +10,14 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from perdure.errors import Boundary, InstanceError, RetryHere, SandboxLost
+from perdure.errors import Boundary, InstanceError, NotFound, RetryHere, SandboxLost
 from perdure.graders.diff.git_diff_parser import MalformedDiff, parse
 from perdure.instances.rows.formats.harbor import ARTIFACTS_FOLDER
 from perdure.sandboxes.base import ExecResult, ExecState, Sandbox
 
 TRANSFER_TIMEOUT_S = 300.0
+PACKED = "perdure-packed"
+"""What a sidecar prints when tar has packed all, because the pipe hides tar's exit code."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +33,63 @@ async def pack_artifacts(
 ) -> PackedArtifacts:
     """Pack the artifacts that exist. Absent ones are left out, as in Harbor. `output_mb`: the limit
     of the sandbox. Raises: SandboxLost, RetryHere."""
-    lines = [_pack_line(path, out, sandbox.workdir) for path, out in artifacts.items()]
+    lines = [
+        _pack_line(path, _without_repository(path, out, sandbox.workdir))
+        for path, out in artifacts.items()
+    ]
     done = _check_finished(
         sandbox, await sandbox.exec("\n".join(lines), timeout=TRANSFER_TIMEOUT_S)
     )
     if done.status.cause == "output":
-        return PackedArtifacts(
-            b"",
-            f"artifacts_too_large: more than {output_mb} MB, the agent's limit for one output: set "
-            "phases.agent.limits.output_mb",
-        )
+        return _too_large(output_mb)
     if not done.status.ok:
         said = done.stderr[-200:].decode("utf-8", "replace").strip()
         return PackedArtifacts(b"", f"the artifacts cannot be packed: {said or done.status}")
     return PackedArtifacts(done.stdout)
 
 
-def _pack_line(path: str, left_out: tuple[str, ...], workdir: str) -> str:
-    """As in Harbor, patterns are for members of a folder, and an empty ARTIFACTS_FOLDER is no
-    artifact. The workdir's `.git` is left out, because no tests get it."""
-    place, inside = shlex.quote(path), path.strip("/")
+async def pack_sidecar_artifacts(
+    sandbox: Sandbox, name: str, artifacts: Mapping[str, tuple[str, ...]], *, output_mb: int
+) -> PackedArtifacts:
+    """Pack the artifacts that exist in a sidecar's container; none if it has ended. Raises: InstanceError
+    if its image has no shell or tar; SandboxLost, RetryHere."""
+    limit = output_mb << 20
+    lines = [_pack_line(path, out) for path, out in artifacts.items()]
+    script = "\n".join(["{ (", *lines, f") && echo {PACKED} >&2; }} | head -c {limit + 1}"])
+    try:
+        done = await sandbox.sidecar_exec(
+            name, ["sh", "-c", script], user="root", timeout_s=TRANSFER_TIMEOUT_S
+        )
+    except NotFound:
+        return PackedArtifacts(b"")
+    said = done.stderr[-200:].decode("utf-8", "replace").strip()
+    if done.code in (126, 127) or "tar: not found" in said:
+        raise InstanceError(f"the image of {name!r} needs sh and tar to give artifacts: {said}")
+    if len(done.stdout) > limit:
+        return _too_large(output_mb)
+    if PACKED not in said:
+        return PackedArtifacts(b"", f"the artifacts of {name!r} cannot be packed: {said}")
+    return PackedArtifacts(done.stdout)
+
+
+def _too_large(output_mb: int) -> PackedArtifacts:
+    return PackedArtifacts(
+        b"",
+        f"artifacts_too_large: more than {output_mb} MB, the agent's limit for one output: set "
+        "phases.agent.limits.output_mb",
+    )
+
+
+def _without_repository(path: str, left_out: tuple[str, ...], workdir: str) -> tuple[str, ...]:
+    """The patterns, with one for the workdir's `.git`, because no tests get it."""
     repository = posixpath.relpath(posixpath.join(workdir, ".git"), path)
-    if not repository.startswith("../"):
-        left_out = (*left_out, f"./{repository}")
+    return left_out if repository.startswith("../") else (*left_out, f"./{repository}")
+
+
+def _pack_line(path: str, left_out: tuple[str, ...]) -> str:
+    """As in Harbor, patterns are for members of a folder, and an empty ARTIFACTS_FOLDER is no
+    artifact."""
+    place, inside = shlex.quote(path), path.strip("/")
     pack = f"tar -C / -cf - {shlex.quote(inside)}"
     if left_out:
         inside = re.sub(r"([&\\,])", r"\\\1", inside)
@@ -66,9 +102,7 @@ def _pack_line(path: str, left_out: tuple[str, ...], workdir: str) -> str:
     return f"{absent} || {{ {pack}; }} || exit 1"
 
 
-async def unpack_artifacts(
-    sandbox: Sandbox, artifacts: Mapping[str, tuple[str, ...]], packed: bytes
-) -> str:
+async def unpack_artifacts(sandbox: Sandbox, artifacts: Iterable[str], packed: bytes) -> str:
     """Replace the sandbox's files at the paths of the packed artifacts, but not the repository of
     its workdir. Returns why the tar cannot be unpacked; empty if it was unpacked.
 

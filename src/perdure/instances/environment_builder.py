@@ -424,6 +424,11 @@ def check_image(instance: Instance, provider: SandboxProvider) -> None:
     image that contains the tree."""
     for environment in instance.environments:
         check_sidecars(provider, environment.sidecars, f"{instance.ref} has")
+    if instance.reads_sidecars and not provider.reads_sidecars:
+        raise ConfigurationError(
+            f"{instance.ref} takes artifacts from sidecars or runs commands in them, which "
+            f"{provider.name} cannot do: use --sandbox podman or docker"
+        )
     if instance.source.kind is not SourceKind.IMAGE:
         return
     for environment in instance.environments:

@@ -192,7 +192,7 @@ async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: 
 async def _check_mcp_programs(job: Job, sandbox: Sandbox) -> None:
     """Agents start without a server whose program is absent. Raises: InstanceError."""
     for name, server in job.mcp_servers.items():
-        if server.type == "stdio" and job.agent.needs_model:
+        if not server.is_remote and job.agent.needs_model:
             found = await sandbox.exec(["sh", "-c", 'command -v "$0"', server.command])
             if not found.status.ok:
                 raise InstanceError(

@@ -1,11 +1,16 @@
 """The capture stage: takes the diff as bytes, runs tests that need the agent's sandbox, then kills
 the sandbox."""
 
+import contextlib
 import hashlib
 
 from perdure import tracing
-from perdure.errors import Boundary, RetryHere, SandboxLost
-from perdure.graders.artifact_transfer import pack_artifacts
+from perdure.errors import Boundary, NotFound, RetryHere, SandboxLost
+from perdure.graders.artifact_transfer import (
+    PackedArtifacts,
+    pack_artifacts,
+    pack_sidecar_artifacts,
+)
 from perdure.graders.diff import diff_capture as diff
 from perdure.rollouts import handler_hooks
 from perdure.rollouts.activity_messages import AgentRun, Captured
@@ -18,7 +23,8 @@ from perdure.rollouts.prediction_application import IGNORED, has_given_patch
 from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
 from perdure.rollouts.simulated_user.turn_grading import captured_turns
 from perdure.sandboxes.base import Sandbox
-from perdure.types import PatchRef
+from perdure.types import Collect, PatchRef
+from perdure.types.containers import MAIN
 
 CHECKPOINT = "patch.json"
 
@@ -54,7 +60,7 @@ async def _take(job: Job) -> PatchRef:
     if not job.instance.grading.in_place:  # such tests may be about a server that the agent started
         await sandbox.end_all()  # a process of the agent could race the capture or kill it
     for one in job.instance.grading.collect:
-        await sandbox.exec(one.command, timeout=one.timeout_s)
+        await _run_collect(sandbox, one)
     boot = await job.recall("sandbox.json", BootRecord)
     results = await handler_hooks.results_of(job)
     if results is not None and isinstance(results.get("git_patch"), str):
@@ -75,13 +81,30 @@ async def _take(job: Job) -> PatchRef:
     return patch.model_copy(update=kept)
 
 
+async def _run_collect(sandbox: Sandbox, collect: Collect) -> None:
+    """Raises: SandboxLost."""
+    if collect.service == MAIN:
+        await sandbox.exec(collect.command, timeout=collect.timeout_s)
+        return
+    argv = ["sh", "-c", collect.command]
+    with contextlib.suppress(NotFound, RetryHere):
+        await sandbox.sidecar_exec(
+            collect.service, argv, user=collect.user, timeout_s=collect.timeout_s
+        )
+
+
 async def _artifacts(job: Job, sandbox: Sandbox) -> tuple[bytes, str]:
     """The stored tar of the instance's artifacts, and why there is none. The tar of an earlier try
     stays."""
-    if not job.instance.artifacts:
+    if not job.instance.artifact_paths:
         return b"", ""
     output_mb = job.agent_sandbox.placement.limits.output_mb
     packed = await pack_artifacts(sandbox, job.instance.artifacts, output_mb=output_mb)
+    for name, paths in job.instance.sidecar_artifacts.items():
+        left_mb = output_mb - (len(packed.data) >> 20)
+        more = await pack_sidecar_artifacts(sandbox, name, paths, output_mb=left_mb)
+        refused = packed.refused or more.refused
+        packed = PackedArtifacts(b"" if refused else packed.data + more.data, refused)
     key, store = job.key(ARTIFACTS), job.services.store
     if packed.data and not await store.put_if_absent(key, packed.data):
         return (await store.get(key)).data, ""

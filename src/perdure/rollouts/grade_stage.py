@@ -118,7 +118,7 @@ def is_gradable(job: Job, patch: PatchRef) -> bool:
         return True
     if job.request.grade_empty_patch is not None:
         return job.request.grade_empty_patch
-    return bool(job.instance.artifacts) or bool(getattr(job.agent, "grade_empty_patch", False))
+    return bool(job.instance.artifact_paths) or bool(getattr(job.agent, "grade_empty_patch", False))
 
 
 def without_hidden_tests(instance: Instance) -> Instance:
@@ -302,11 +302,11 @@ async def _run_once(
             instance = await with_committed_tests(sandbox, instance)
             await set_up_image(sandbox, instance)
         if artifacts:
-            if bad := await unpack_artifacts(sandbox, instance.artifacts, artifacts):
+            if bad := await unpack_artifacts(sandbox, instance.artifact_paths, artifacts):
                 zero = Rewards(binary=0.0)
                 return Graded(Grade(outcome=Outcome.APPLY_FAILED, reason=bad, rewards=zero), b"")
             with contextlib.suppress(Unparsable):  # the grader refuses it
-                patch = await read(outside_artifacts, patch, spec.workdir, [*instance.artifacts])
+                patch = await read(outside_artifacts, patch, spec.workdir, instance.artifact_paths)
         handler = job.services.handler(instance.data_source)
         details = JobDetails(
             job_id=job.request.workflow_id,
@@ -316,7 +316,7 @@ async def _run_once(
             run_results={"git_patch": patch, **(await handler_hooks.results_of(job) or {})},
             timeout_s=timeout_s,
         )
-        skips = not (job.request.grade_empty_patch or instance.artifacts)
+        skips = not (job.request.grade_empty_patch or instance.artifact_paths)
         with (
             tracing.span("run tests", {"perdure.handler": handler.name}),
             wrap_hook_call(handler, "eval", sandbox),

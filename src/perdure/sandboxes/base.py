@@ -122,6 +122,14 @@ class ExecResult(NamedTuple):
     stderr: bytes
 
 
+class SidecarResult(NamedTuple):
+    """What `sidecar_exec` returns."""
+
+    code: int
+    stdout: bytes
+    stderr: bytes
+
+
 @dataclass(frozen=True)
 class SandboxInfo:
     """A sandbox as `list` reports it, in any state."""
@@ -236,6 +244,16 @@ class Sandbox(ABC):
     @abstractmethod
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         """A byte range of a file inside. Raises NotFound."""
+
+    async def sidecar_exec(
+        self, name: str, argv: Sequence[str], *, user: str | None = None, timeout_s: float
+    ) -> "SidecarResult":
+        """Run a command in a sidecar's container. Only if the provider `reads_sidecars`. It may go on
+        after a timeout. `user`: None is the container's own.
+
+        Raises: NotFound if the sidecar has ended; SandboxLost; RetryHere, also after a timeout.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def touch(self, ttl_s: float) -> None:
@@ -368,6 +386,9 @@ class SandboxProvider(ABC):
     waits_at_caps: bool = True
     """`create` waits for a while when the account is at its caps. False: it raises RateLimited at once,
     for callers that share a queue."""
+
+    reads_sidecars: bool = False
+    """Its sandboxes have `sidecar_exec`."""
 
     def sidecars_refusal(self, sidecars: Mapping[str, Sidecar]) -> str:
         """What to do because this provider cannot run these sidecars; empty if it can."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, StringConstraints
 
 from perdure.types.base import Bytes, Frozen
-from perdure.types.containers import Build, Healthcheck, SharedFolder, Sidecars
+from perdure.types.containers import MAIN, Build, Healthcheck, SharedFolder, Sidecars
 from perdure.types.identifier_patterns import Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Phases
@@ -102,10 +102,14 @@ class Verifier(Frozen):
 
 
 class Collect(Frozen):
-    """A shell command that runs in the agent's sandbox when the agent has ended, before the artifacts
-    are taken. As in Harbor, its failure changes nothing."""
+    """A shell command that runs when the agent has ended, before the artifacts are taken. As in Harbor,
+    its failure changes nothing."""
 
     command: str
+    service: str = MAIN
+    """The container in which it runs: the sandbox's own, or a sidecar."""
+    user: str | None = None
+    """User in a sidecar. None: the container's own."""
     timeout_s: float = Field(60.0, gt=0)
 
 
@@ -227,6 +231,8 @@ class Instance(Frozen):
     artifacts: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Absolute path of a file or folder that is kept in addition to the diff -> tar patterns of
     what to leave out below it. The grader's sandbox gets them at the same paths."""
+    sidecar_artifacts: dict[str, dict[str, tuple[str, ...]]] = Field(default_factory=dict)
+    """Sidecar -> what is kept from its container, as in `artifacts`."""
     agent_timeout_s: float | None = None
     """The author's time limit for the agent. A request's `agent_budget_s` can only shorten it."""
     phases: Phases = Phases()
@@ -242,6 +248,18 @@ class Instance(Frozen):
     @property
     def ref(self) -> str:
         return f"{self.dataset}/{self.instance_id}"
+
+    @property
+    def artifact_paths(self) -> tuple[str, ...]:
+        """The paths of all artifacts. The grader's sandbox gets them."""
+        sidecars = (path for paths in self.sidecar_artifacts.values() for path in paths)
+        return *self.artifacts, *sidecars
+
+    @property
+    def reads_sidecars(self) -> bool:
+        """Whether something is taken from a sidecar's container, or runs in it."""
+        services = (one.service for one in self.grading.collect)
+        return bool(self.sidecar_artifacts) or any(name != MAIN for name in services)
 
     @property
     def environments(self) -> tuple[Environment, ...]:

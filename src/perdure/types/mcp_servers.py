@@ -1,6 +1,6 @@
 """Servers of the Model Context Protocol (MCP), whose tools an agent may call.
 
-`http` ones run elsewhere: an agent reaches them through the gateway, which adds their credentials.
+`http` and `sse` ones run elsewhere: an agent reaches them through the gateway, which adds their credentials.
 `stdio` ones are programs of the sandbox, which the agent's own program starts there.
 """
 
@@ -34,9 +34,10 @@ class McpServer(Request):
         {"command": "python3", "args": ["-m", "calculator"]}
     """
 
-    type: Literal["http", "stdio"]
+    type: Literal["http", "sse", "stdio"]
+    """`sse`: the older transport over HTTP, of a stream of events and an address for messages."""
     url: str = ""
-    """Address of an `http` server as seen from the gateway, without credentials."""
+    """Address of an `http` or `sse` server as seen from the gateway, without credentials."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers that the gateway adds. `${NAME}` is the gateway's variable `MCP_NAME`."""
     command: str = ""
@@ -54,13 +55,11 @@ class McpServer(Request):
         if not isinstance(given, Mapping):
             return given
         kind = given.get("type") or ("http" if given.get("url") else "stdio")
-        if kind == "sse":
-            raise ValueError("the transport `sse` is deprecated: serve streamable HTTP instead")
         return {**given, "type": "http" if kind in HTTP_NAMES else kind}
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> "McpServer":
-        needed, other = ("url", "command") if self.type == "http" else ("command", "url")
+        needed, other = ("url", "command") if self.is_remote else ("command", "url")
         if not getattr(self, needed) or getattr(self, other):
             raise ValueError(f"a server of type {self.type} has a `{needed}` and no `{other}`")
         return self
@@ -93,6 +92,11 @@ class McpServer(Request):
         if secret := next(filter(SECRET_VARIABLE.search, env), None):
             raise ValueError(f"requests are stored, and a sandbox gets no secrets: remove {secret}")
         return env
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether agents reach it through the gateway."""
+        return self.type != "stdio"
 
     @property
     def variables(self) -> tuple[str, ...]:

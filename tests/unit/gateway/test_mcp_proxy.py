@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.base import SessionSummary
-from perdure.gateway.mcp import mcp_calls, mcp_proxy
+from perdure.gateway.mcp import event_stream, mcp_calls, mcp_proxy
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -232,7 +232,7 @@ async def test_a_slow_call_on_a_living_server_is_the_tools(stand: Stand) -> None
 
 
 async def too_large(message: dict[str, Any]) -> Response:
-    return JSONResponse(result(message, content=["x" * mcp_proxy.LARGEST_ANSWER]))
+    return JSONResponse(result(message, content=["x" * event_stream.LARGEST_ANSWER]))
 
 
 async def test_an_answer_that_is_too_large_is_the_tools(stand: Stand) -> None:

@@ -9,11 +9,14 @@ import pytest
 
 from perdure.agents.base import AgentTask
 from perdure.agents.oracle import Oracle
-from perdure.errors import InstanceError
+from perdure.errors import ConfigurationError, InstanceError
 from perdure.graders.protocols.reward_file import RewardFileGrader, parse_reward_file
 from perdure.instances import base_trees, build_contexts, instance_catalog
+from perdure.instances.environment_builder import check_image
 from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_import import import_rows
+from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
+from perdure.settings.settings_tree import Settings
 from perdure.storage.local_store import LocalStore
 from perdure.types import (
     Build,
@@ -186,12 +189,42 @@ def test_mcp_servers_are_read(tmp_path: Path) -> None:
     }
 
 
-def test_a_server_with_the_deprecated_transport_is_refused(tmp_path: Path) -> None:
-    """It is Harbor's default."""
+def test_a_server_without_a_transport_speaks_sse(tmp_path: Path) -> None:
+    """Harbor's default."""
     more = SERVERS.replace('transport = "streamable-http"', "")
 
-    with pytest.raises(InstanceError, match=r"environment.mcp_servers.*docs.*`sse` is deprecated"):
-        read(write_harbor(tmp_path / "add", "img:1", more=more))
+    assert (
+        read(write_harbor(tmp_path / "add", "img:1", more=more)).mcp_servers["docs"].type == "sse"
+    )
+
+
+COMPOSE = "services:\n  db: {image: redis}\n"
+
+
+def test_artifacts_of_services_are_read(tmp_path: Path) -> None:
+    """As in Harbor, one that overlaps an earlier one is left out, and the agent's container is first."""
+    entries = (
+        '{source = "/a", service = "db", exclude = ["*.log"]}, {source = "/a/b", service = "db"}, '
+        '{source = "/c/d", service = "db"}, "/c", {source = "/logs/artifacts", service = "db"}, '
+        '{source = "/c/d", service = "db", destination = "e"}'
+    )
+    hook = '\n[[verifier.collect]]\ncommand = "dump"\nservice = "db"\nuser = 999\n'
+    task = separate(write_harbor(tmp_path / "add", "img:1", more=hook), entries)
+    write_compose(task, COMPOSE)
+    instance = read(task)
+
+    assert instance.artifacts == {"/logs/artifacts": (), "/c": ()}
+    assert instance.sidecar_artifacts == {"db": {"/a": ("*.log",), "/c/d": ()}}
+    assert instance.grading.collect == (Collect(command="dump", service="db", user="999"),)
+
+
+def test_a_provider_that_cannot_reach_into_sidecars_is_refused(tmp_path: Path) -> None:
+    """Before the run."""
+    task = separate(write_harbor(tmp_path / "add", "img:1"), '{source = "/a", service = "db"}')
+    write_compose(task, COMPOSE)
+
+    with pytest.raises(ConfigurationError, match="kubernetes cannot do: use --sandbox podman"):
+        check_image(read(task), KubernetesProvider(Settings(home=tmp_path)))
 
 
 def separate(folder: Path, artifacts: str, more: str = "") -> Path:
@@ -242,7 +275,7 @@ def test_a_separate_verifier_has_a_fresh_environment(tmp_path: Path, mode: str) 
     [
         ('"out"', "'out' is not an absolute path"),
         ('"/"', "'/' is not an absolute path below /"),
-        ('{source = "/app/x", service = "db"}', "/app/x is in another container"),
+        ('{source = "/app/x", service = "db"}', "/app/x is in the service 'db', which"),
     ],
 )
 def test_artifacts_that_cannot_be_kept_are_refused(
@@ -407,7 +440,7 @@ timeout_sec = 3
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ('command = "x"\nservice = "db"\n', "another container, db"),
+        ('command = "x"\nservice = "db"\n', "a command is in the service 'db', which"),
         ('command = "x"\nuser = "db"\n', "`user = 'db'`, only 'root'"),
         ("timeout_sec = 3\n", "command"),
     ],

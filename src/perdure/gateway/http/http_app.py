@@ -45,7 +45,7 @@ from perdure.gateway.mcp.mcp_proxy import (
     LARGEST_REQUEST,
     McpProxy,
     McpRequest,
-    check_variables,
+    check_servers,
 )
 from perdure.gateway.rate_limits import Ceilings
 from perdure.gateway.rendering.message_format import load_format
@@ -160,6 +160,7 @@ def create_app(
                 yield
             finally:
                 following.cancel()
+                await app.state.gateway.mcp.aclose()
                 await engine.pool.aclose()
 
     return App(
@@ -342,7 +343,7 @@ async def _open(request: Request) -> Response:
         raise Refused(400, "invalid_value", f"'{field}': {first['msg']}") from None
     if spec.session_id != request.path_params["session_id"]:
         raise Refused(400, "invalid_value", "'session_id' differs from the one in the path")
-    check_variables(spec.mcp_servers)
+    check_servers(spec.mcp_servers, _gateway(request).settings.gateway.processes)
     summary = await _gateway(request).sessions.open(spec)
     return Response(summary.model_dump_json(), media_type="application/json")
 
@@ -393,6 +394,7 @@ async def _close(request: Request) -> Response:
     if waits is not None:
         await gateway.sessions.gave_up(session_id, waits)
     summary = await gateway.sessions.close(session_id)
+    await gateway.mcp.close_session(session_id)
     gateway.engine.pool.left(session_id)
     return Response(summary.model_dump_json(), media_type="application/json")
 

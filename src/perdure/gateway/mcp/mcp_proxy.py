@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import itertools
 import json
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -24,15 +22,15 @@ import structlog
 from starlette.responses import Response, StreamingResponse
 
 from perdure.dialects.base import Refused
+from perdure.gateway.mcp.event_stream import LARGEST_ANSWER, json_of, message_of, taken_events
 from perdure.gateway.mcp.mcp_calls import Ended, McpCall, shown
+from perdure.gateway.mcp.sse_servers import SESSION, SseServers
 from perdure.gateway.session_manager import Sessions
 from perdure.home_folder import Secrets
 from perdure.settings import process_environment
 from perdure.types import McpServer, McpServers
 
 LARGEST_REQUEST = 4 << 20
-LARGEST_ANSWER = 8 << 20
-"""Bytes of one answer with all its events."""
 PATIENCE_S = 60.0
 """Seconds to retry a call while the server refuses connections or answers 429 or 503."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
@@ -43,13 +41,10 @@ LOOK_S = 1.0
 """Seconds between two checks whether the agent still waits for an answer."""
 PROBE_S = 10.0
 """After a call times out, a server that answers nothing within this many seconds counts as dead."""
-SESSION = "mcp-session-id"
 TOOL_ERROR, NO_METHOD = -32000, -32601
 """JSON-RPC codes of the errors that the gateway returns in the server's place."""
 LISTEN = "subscriptions/listen"
 """A request whose answer never ends. Like the GET of earlier versions, a server may lack it."""
-
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 log = structlog.get_logger()
 
@@ -118,9 +113,16 @@ def new_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits)
 
 
-def check_variables(servers: McpServers) -> None:
-    """Raises: Refused (409), which names a variable that the headers need and the gateway lacks."""
+def check_servers(servers: McpServers, processes: int) -> None:
+    """`processes`: of this gateway. Raises: Refused (409), which names a variable that the headers need
+    and the gateway lacks, or a server whose transport needs one process."""
     for name, server in servers.items():
+        if server.type == "sse" and processes > 1:
+            problem = (
+                f"MCP server {name!r}: a connection of `sse` belongs to one gateway process: serve "
+                "streamable HTTP, or set PERDURE_GATEWAY__PROCESSES=1"
+            )
+            raise Refused(409, "conflict", problem)
         for variable in server.variables:
             if not process_environment.named(variable):
                 problem = (
@@ -136,6 +138,7 @@ class McpProxy:
         self._sessions = sessions
         self._secrets = accepted
         self._client = client
+        self._sse = SseServers(client)
         self._watches: set[asyncio.Task[None]] = set()
 
     async def answer(self, asked: McpRequest) -> Response:
@@ -162,11 +165,18 @@ class McpProxy:
                 headers = {**self._headers_back(call, response), "cache-control": "no-cache"}
                 return StreamingResponse(self._events(call, response), headers=headers)
             content = await self._whole(call, response)
-            await self._record(call, _json(content), "answered")
+            await self._record(call, json_of(content), "answered")
             return Response(content, response.status_code, self._headers_back(call, response))
         except (ServerDead, TimeoutError, AnswerTooLarge) as error:
             answer = await self._explained(call, error)
             return Response(json.dumps(answer), media_type="application/json")
+
+    async def close_session(self, session_id: str) -> None:
+        """End what is held for a gateway session that has ended."""
+        await self._sse.close_session(session_id)
+
+    async def aclose(self) -> None:
+        await self._sse.aclose()
 
     async def _refused_repeat(self, call: _Call) -> Response:
         """The answer to a call that a relay sends again because its host or a gateway died. Nobody knows
@@ -205,7 +215,7 @@ class McpProxy:
             call.ends_at = loop.time() + call.server.timeout_s
             try:
                 async with asyncio.timeout_at(call.ends_at):
-                    response = await self._client.send(self._request(call), stream=True)
+                    response = await self._answered(call)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 reason = f"{call.place} cannot be reached: {error or type(error).__name__}"
             except httpx.TransportError as error:
@@ -224,6 +234,12 @@ class McpProxy:
                 await response.aclose()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _answered(self, call: _Call) -> httpx.Response:
+        """Raises: httpx.TransportError."""
+        if call.server.type == "sse":
+            return await self._sse.send(self._request(call), call.asked.session_id)
+        return await self._client.send(self._request(call), stream=True)
 
     def _request(self, call: _Call) -> httpx.Request:
         asked, server = call.asked, call.server
@@ -256,7 +272,7 @@ class McpProxy:
         elif status == httpx.codes.NOT_FOUND and call.asked.method == "POST":
             content = await self._whole(call, response)
             ended = await self._sessions.mcp_ended(call.asked.session_id)
-            if not _is_answer(call, _json(content)) and call.held not in ended:
+            if not _is_answer(call, json_of(content)) and call.held not in ended:
                 problem = "lost the agent's session" if call.held else "has no such path (404)"
         if problem:
             await response.aclose()
@@ -304,9 +320,9 @@ class McpProxy:
         rest = bytearray()
         try:
             async for chunk in self._chunks(call, response):
-                events = _taken_events(rest, chunk)
+                events = taken_events(rest, chunk)
                 for event in events:
-                    if _is_answer(call, message := _message_of(event)):
+                    if _is_answer(call, message := message_of(event)):
                         await self._record(call, message, "answered")
                 if events:
                     yield b"".join(events)
@@ -395,7 +411,7 @@ def _is_stream(response: httpx.Response) -> bool:
 
 def _message(body: bytes) -> dict[str, Any]:
     """One JSON-RPC message. A request without a usable id could not be recorded. Raises: Refused (400)."""
-    message = _json(body)
+    message = json_of(body)
     method, number = message.get("method", "notifications/"), message.get("id")
     if not message or not isinstance(method, str):
         raise Refused(400, "invalid_json", "the body is not one JSON-RPC message")
@@ -417,30 +433,5 @@ def _written(message: dict[str, Any]) -> bytes:
         ) from None
 
 
-def _json(content: bytes) -> dict[str, Any]:
-    """Empty if it is not a JSON object."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _is_answer(call: _Call, message: dict[str, Any]) -> bool:
     return call.id is not None and "method" not in message and message.get("id") == call.id
-
-
-def _taken_events(rest: bytearray, chunk: bytes) -> list[bytes]:
-    """Add the chunk to the incomplete rest, and take the complete events, each with its terminator. The
-    rest is not searched again, so that a server of tiny chunks costs no more than another one."""
-    searched = max(0, len(rest) - 3)
-    rest += chunk
-    ends = [0, *(found.end() for found in _EVENT_END.finditer(rest, searched))]
-    events = [bytes(rest[a:b]) for a, b in itertools.pairwise(ends)]
-    del rest[: ends[-1]]
-    return events
-
-
-def _message_of(event: bytes) -> dict[str, Any]:
-    lines = (line for line in event.splitlines() if line.startswith(b"data:"))
-    return _json(b"\n".join(line[5:].lstrip() for line in lines))

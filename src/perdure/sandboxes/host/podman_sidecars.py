@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perdure.errors import RetryHere, SandboxLost
+from perdure.errors import NotFound, RetryHere, SandboxLost
+from perdure.sandboxes.base import SidecarResult
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.namespaces import disk_size
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
@@ -30,6 +31,8 @@ from perdure.sandboxes.sidecar_boot import (
 from perdure.types import Healthcheck, Limits, SharedFolder, Sidecar
 
 CALL_S = 120.0
+PODMAN_FAILED = 125
+"""Exit code of podman itself."""
 LIVE = ("running", "created", "stopping", "paused")
 
 
@@ -122,20 +125,14 @@ class PodmanSidecars(SidecarEngine):
         return image_healthcheck(json.dumps(self._images[name].healthcheck))
 
     async def passes(self, name: str, check: Healthcheck) -> bool:
-        """In the mount namespace that the container's folder is in: runc cannot enter it otherwise."""
         container = self._name_of(name)
-        form = "{{.State.ConmonPid}}"
-        _, monitor = await self._call(
-            [*self._podman, "container", "inspect", "--format", form, container]
-        )
-        enter = [program("nsenter"), f"--mount=/proc/{monitor}/ns/mnt"]
         try:
-            code, _ = await self._call(
-                [*enter, *self._podman, "exec", container, *check.command], check.timeout_s
+            said = await exec_in(
+                self._box, self._podman, container, check.command, timeout_s=check.timeout_s
             )
-        except RetryHere:
+        except (NotFound, RetryHere):
             return False
-        return code == 0
+        return said.code == 0
 
     def _log(self, name: str) -> Path:
         return self._box.path / f"sidecar.{name}.log"
@@ -148,24 +145,56 @@ class PodmanSidecars(SidecarEngine):
         return ""
 
     async def _call(self, command: Sequence[str], seconds: float = CALL_S) -> tuple[int, str]:
-        """Exit code and output. The variable lets a teardown find the process and end it."""
-        process = await asyncio.create_subprocess_exec(
-            *("/usr/bin/env", f"PERDURE_BOX={self._box.path}", *command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            async with asyncio.timeout(seconds):
-                said, _ = await process.communicate()
-        except TimeoutError:
-            raise RetryHere(f"podman {command[-1]} took more than {seconds:g} s") from None
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await asyncio.shield(process.wait())
-        return process.returncode or 0, said.decode("utf-8", "replace").strip()
+        """Exit code and both outputs as one text."""
+        said = await _run(self._box, command, seconds)
+        return said.code, (said.stdout + said.stderr).decode("utf-8", "replace").strip()
+
+
+async def exec_in(
+    box: SandboxFolder,
+    podman: Sequence[str],
+    container: str,
+    argv: Sequence[str],
+    *,
+    user: str | None = None,
+    timeout_s: float,
+) -> SidecarResult:
+    """Run a command in a sidecar, in the mount namespace that the container's folder is in: runc cannot
+    enter it otherwise. Raises: NotFound if the container has ended; SandboxLost; RetryHere."""
+    form = "{{.State.Status}} {{.State.ConmonPid}}"
+    found = await _run(box, [*podman, "container", "inspect", "--format", form, container], CALL_S)
+    if found.code != 0:
+        raise SandboxLost(f"podman sandbox {box.identity!r} has ended: {found.stderr[-400:]!r}")
+    status, monitor = found.stdout.decode().split()
+    if status != "running":
+        raise NotFound(f"the container {container} has ended")
+    enter = [program("nsenter"), f"--mount=/proc/{monitor}/ns/mnt"]
+    as_user = ["--user", user] if user else []
+    said = await _run(box, [*enter, *podman, "exec", *as_user, container, *argv], timeout_s)
+    if said.code == PODMAN_FAILED:
+        raise RetryHere(f"podman exec in {container}: {said.stderr[-400:]!r}")
+    return said
+
+
+async def _run(box: SandboxFolder, command: Sequence[str], seconds: float) -> SidecarResult:
+    """The variable lets a teardown find the process and end it."""
+    process = await asyncio.create_subprocess_exec(
+        *("/usr/bin/env", f"PERDURE_BOX={box.path}", *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            out, err = await process.communicate()
+    except TimeoutError:
+        raise RetryHere(f"podman {command[-1]} took more than {seconds:g} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(process.wait())
+    return SidecarResult(process.returncode or 0, out, err)
 
 
 def shared_folder(box: SandboxFolder, name: str) -> Path:

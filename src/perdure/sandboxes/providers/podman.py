@@ -21,7 +21,7 @@ from pathlib import Path
 
 from perdure.errors import ConfigurationError, RetryHere
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, ROOT_VARIABLES, SYSTEM_PATH
-from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.base import Mount, Network, SandboxSpec, SidecarResult
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.forward_proxy import PROXY_PORT, proxy_variables
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
@@ -38,11 +38,12 @@ from perdure.sandboxes.host.namespaces import (
 from perdure.sandboxes.host.podman_sidecars import (
     PodmanSidecars,
     SidecarImage,
+    exec_in,
     shared_folder,
 )
 from perdure.sandboxes.host.portable_git import lacks_git, mounts_of, write_git
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
-from perdure.sandboxes.host.sandbox_folder import SandboxFolder
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.sandbox_programs import missing_programs, program
 from perdure.sandboxes.image_architecture import check_architecture
 from perdure.sandboxes.image_builds import (
@@ -75,6 +76,16 @@ PULLER = Puller(
 )
 
 
+class PodmanSandbox(NamespaceSandbox):
+    async def sidecar_exec(
+        self, name: str, argv: Sequence[str], *, user: str | None = None, timeout_s: float
+    ) -> SidecarResult:
+        self._check_alive()
+        podman = ["/usr/bin/env", *_variables(), *_podman()]
+        container = _sidecar_name(self.box, name)
+        return await exec_in(self.box, podman, container, argv, user=user, timeout_s=timeout_s)
+
+
 class PodmanProvider(NamespaceProvider, LocalImageBuilder):
     """Works as root or as an ordinary user, also in a container. Commands run as the only user of
     the sandbox's container, root without capabilities."""
@@ -82,6 +93,7 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
     name = "podman"
     runs_images = True
     tells_workdir = True
+    reads_sidecars = True
     has_build_proxy = True
 
     def check(self) -> Sequence[str]:
@@ -89,6 +101,9 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
         if not missing and isinstance(found := usable_runtime(), _NoRuntime):
             missing.append(f"podman cannot run a container: {found}; install runc or crun")
         return missing
+
+    def _handle(self, box: SandboxFolder, meta: SandboxMeta) -> NamespaceSandbox:
+        return PodmanSandbox(box, meta)
 
     async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> NamespaceSandbox:
         image = None if spec.image is None else await self._image(spec.image)

@@ -14,9 +14,9 @@ import posixpath
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -117,6 +117,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
     tables = {name: _table(row, task, name) for name in SUPPORTED_KEYS if name}
     composed = {name: _composed(folder / name, tables[table]) for name, table in COMPOSED.items()}
     problems = [problem for one in composed.values() for problem in one.problems]
+    problems += _service_problems(task, tables, [*composed["environment"].sidecars])
     if problems := [*_unsupported(folder, task, tables), *problems]:
         raise row.refused("Perdure cannot run this Harbor task: " + "; ".join(problems))
     place, table = folder / "environment", tables["environment"]
@@ -133,6 +134,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         gold_patch=_gold(folder),
         gold_script=_files_with_env(folder / "solution", "solve.sh", tables["solution"]),
         artifacts=_artifact_excludes(task),
+        sidecar_artifacts=_sidecar_artifacts(task),
         agent_timeout_s=tables["agent"].get("timeout_sec"),
         mcp_servers=_mcp_servers(tables["environment"])[0],
         phases=_phases(tables),
@@ -262,24 +264,71 @@ def _image_problems(
                 f"the USER of {name}/Dockerfile is {user!r}, but sandboxes run images as root: "
                 "remove it, and leave the files to root"
             )
-    for path, artifact in _artifacts(task).items():
-        if artifact.get("service", "main") != "main":
-            problems.append(f"`artifacts`: {path} is in another container")
-        if not is_artifact_path(path):
-            problems.append(f"`artifacts`: {path!r} is not an absolute path below /")
+    problems += [
+        f"`artifacts`: {one.path!r} is not an absolute path below /"
+        for one in _artifacts(task)
+        if not is_artifact_path(one.path)
+    ]
     return problems
 
 
-def _artifacts(task: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    entries = task.get("artifacts", [])
-    tables = (one if isinstance(one, dict) else {"source": one} for one in entries)
-    return {str(table.get("source", "")): table for table in tables}
+def _service_problems(
+    task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]], services: Sequence[str]
+) -> list[str]:
+    """Artifacts and commands of services that the compose file lacks. `services`: those it has."""
+    artifacts = {one.service: f"`artifacts`: {one.path}" for one in _artifacts(task)}
+    commands = dict.fromkeys(
+        (one.service for one in _collect(tables["verifier"])[0]), "`verifier.collect`: a command"
+    )
+    return [
+        f"{what} is in the service {name!r}, which environment/{compose_file.NAME} does not have"
+        for name, what in [*artifacts.items(), *commands.items()]
+        if name not in (MAIN, *services)
+    ]
+
+
+class _Artifact(NamedTuple):
+    path: str
+    service: str
+    exclude: tuple[str, ...]
+    place: str
+    """Where Harbor keeps it."""
+
+
+def _artifacts(task: Mapping[str, Any]) -> list[_Artifact]:
+    tables = [
+        one if isinstance(one, dict) else {"source": one} for one in task.get("artifacts", [])
+    ]
+    found = []
+    for table in tables:
+        path, service = str(table.get("source", "")), str(table.get("service", MAIN))
+        place = str(table.get("destination") or path).strip("/")
+        found.append(_Artifact(path, service, tuple(table.get("exclude", ())), place))
+    return found
 
 
 def _artifact_excludes(task: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Path of an artifact -> patterns to leave out. As in Harbor, ARTIFACTS_FOLDER is always one."""
-    declared = {path: tuple(one.get("exclude", ())) for path, one in _artifacts(task).items()}
+    declared = {one.path: one.exclude for one in _artifacts(task) if one.service == MAIN}
     return {ARTIFACTS_FOLDER: (), **declared}
+
+
+def _sidecar_artifacts(task: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Service -> path -> patterns. As in Harbor, one whose place overlaps an earlier one's is left out,
+    and those of the agent's container are the first."""
+    every = _artifacts(task)
+    taken = [ARTIFACTS_FOLDER.strip("/"), *(one.place for one in every if one.service == MAIN)]
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for one in every:
+        if one.service == MAIN or any(_overlap(one.place, other) for other in taken):
+            continue
+        taken.append(one.place)
+        found.setdefault(one.service, {})[one.path] = one.exclude
+    return found
+
+
+def _overlap(one: str, other: str) -> bool:
+    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
 
 
 def _is_separate(tables: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -342,9 +391,10 @@ def _collect(table: Mapping[str, Any]) -> tuple[tuple[Collect, ...], list[str]]:
     found, problems = [], []
     for entry in table.get("collect", []):
         given = dict(entry)
-        if (service := given.pop("service", MAIN)) != MAIN:
-            problems.append(f"`verifier.collect`: a command runs in another container, {service}")
-        if (user := given.pop("user", "root")) not in ("root", 0):
+        user = given.pop("user", None)
+        if given.get("service", MAIN) != MAIN:
+            given["user"] = None if user is None else str(user)
+        elif user not in (None, "root", 0):
             problems.append(
                 f"`verifier.collect`: it does not support `user = {user!r}`, only 'root'"
             )

@@ -25,6 +25,8 @@ GONE = (
 )
 TAKEN = ("is already in use by container", "removal of container")
 NOT_HERE = ("cannot connect to the docker daemon", "is the docker daemon running")
+REFUSALS = ("Error response from daemon", "Error:", "Cannot connect", "error during connect")
+"""How messages begin that are the engine's or its client's."""
 OUT_OF_PIDS = ("resource temporarily unavailable", "can't start new thread", "cannot fork")
 
 

@@ -26,7 +26,7 @@ from perdure.errors import (
     NotFound,
 )
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
-from perdure.sandboxes.base import Mount, Network, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.base import Mount, Network, Sandbox, SandboxInfo, SandboxSpec, SidecarResult
 from perdure.sandboxes.guest.container_options import (
     DEADLINE,
     ROOT,
@@ -131,6 +131,21 @@ class DockerSandbox(ContainerSandbox):
     async def touch(self, ttl_s: float) -> None:
         await self._guest("touch", ttl=ttl_s)
 
+    async def sidecar_exec(
+        self, name: str, argv: Sequence[str], *, user: str | None = None, timeout_s: float
+    ) -> SidecarResult:
+        as_user = ("--user", user) if user else ()
+        said = await docker_cli.call(
+            "exec", *as_user, f"{self.name}.{name}", *argv, seconds=timeout_s
+        )
+        if said.code == 0 or not said.err.startswith(docker_cli.REFUSALS):
+            return SidecarResult(said.code, said.out, said.err.encode())
+        if isinstance(found := docker_cli.typed(f"exec in {name}", said.err), Missing):
+            if not await self.provider.is_running(self.name):
+                raise self.provider.sandbox_lost_error(self.identity, said.err)
+            raise NotFound(f"the sidecar {name!r} has ended") from found
+        raise found
+
     async def kill(self) -> None:
         if self._sidecars:
             await self.provider.kill(self.identity)
@@ -190,6 +205,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
 
     name = "docker"
     tells_workdir = True
+    reads_sidecars = True
     networks = frozenset(Network)
 
     def __init__(self, settings: Settings) -> None:
