@@ -57,6 +57,7 @@ def harbor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harbor]:
             pytest.skip(str(error))
         harbor_oracle.make_images(address, docker_engine.IMAGE, folder / "images")
         patch.setenv("DOCKER_HOST", address)
+        patch.setenv("PERDURE_DOCKER__IMAGE", docker_engine.IMAGE)  # runs the proxy of builds
         if RECORDS:
             _record(found)
             pytest.skip(
