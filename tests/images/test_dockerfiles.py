@@ -486,13 +486,13 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DockerPr
         pytest.skip(missing)
     with docker_engine.running("overlay2") as address:
         monkeypatch.setenv("DOCKER_HOST", address)
-        monkeypatch.setenv("PERDURE_DOCKER__IMAGE", docker_engine.IMAGE)
         yield DockerProvider(Settings(home=tmp_path / "home"))
 
 
 async def test_docker_builds_too(docker: DockerProvider, tmp_path: Path) -> None:
     """A good image boots, a failing build is the task's fault, and a build that hangs ends at its
-    limit. A build reaches its own list of hosts and the package index, and no other host."""
+    limit. A build reaches its own list of hosts and the package index, and no other host. The engine
+    has no image but the Dockerfile's base image."""
     bench = Bench(tmp_path / "home")
     environments = Environments(bench.settings.home / "environments", bench.store, docker)
 

@@ -217,8 +217,8 @@ class DockerSettings(Group):
     """Sandboxes of a Docker engine. `DOCKER_HOST` or Docker's context selects the engine."""
 
     image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
-    """Image for instances that have a tree and no image, and for the proxy of image builds. It needs python3, bash
-    and git."""
+    """Image for instances that have a tree and no image. It needs python3, bash and git. The proxy of a build
+    runs in it, or in a base image with python3 if this one is not here."""
     network: str = ""
     """The engine's network for all phases, including agents and grading. Empty = none."""
     runtime: str = ""

@@ -566,7 +566,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
         if not (await self._engine()).binds:
             raise ConfigurationError(f"phases.environment.network: {REMOTE}")
         name = f"{LABEL}-build-{uuid4().hex[:12]}"
-        image = await self._present(self.settings.docker.image)
+        image = await self._proxy_image(build)
         try:
             await docker_cli.done(
                 *build_network_command(name, image, build.proxy, build.timeout_s + BOOT_S),
@@ -578,6 +578,18 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             yield f"container:{name}"
         finally:
             await asyncio.shield(self.remove([name]))
+
+    async def _proxy_image(self, build: ImageBuild) -> str:
+        """An image with Python: the build's own base image if the configured one is not here."""
+        configured = self.settings.docker.image
+        if await self._image(configured) is None:
+            dockerfile = (build.context / DOCKERFILE).read_text(errors="replace")
+            for name in base_images(dockerfile):
+                words = ("run", "--rm", "--pull", "never", "--network", "none", "--entrypoint")
+                said = await docker_cli.call(*words, "python3", name, "-V", seconds=BOOT_S)
+                if said.code == 0:
+                    return name
+        return await self._present(configured)
 
     # -- finding ----------------------------------------------------------------------------------
 
