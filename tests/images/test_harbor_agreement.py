@@ -36,7 +36,7 @@ from tests.images.harbor_oracle import Harbor, Result
 from tests.images.harbor_tasks import TASKS, Task
 from tests.images.played_stages import played
 
-pytestmark = pytest.mark.registry
+pytestmark = [pytest.mark.registry, pytest.mark.timeout(5400)]
 AGENTS = ("oracle", "nop")
 RECORDS = os.environ.get("PERDURE_TEST_HARBOR") == "record"
 BATCH = 8
