@@ -137,8 +137,9 @@ def slimes(done: dict[str, Any]) -> Any:
 
 
 async def test_slime_fills_its_step(slimes: Any) -> None:
-    """Its loop finds `generate` and the filter by their names: the group without signal is dropped, the
-    next one has both siblings, and its post-process gives their advantages."""
+    """Its own parser and checks take document 002's launcher line and the page's flags. Its loop finds
+    `generate` and the filter by their names: the group without signal is dropped, the next one has both
+    siblings, and its post-process gives their advantages."""
     assert (slimes["raw"], slimes["advantages"]) == ([1.0, 0.0], [0.5, -0.5])
     _are_sampled(slimes["trained"], slimes, 2)
     assert all(len(set(lengths)) == 1 for lengths in slimes["lengths"])

@@ -1,4 +1,4 @@
-"""Stand-ins for the packages that TorchTitan and SkyRL import and that need a GPU: vLLM, FlashAttention, ...
+"""Stand-ins for the packages that TorchTitan, SkyRL and slime import and that need a GPU: vLLM, FlashAttention, ...
 
 Any name of theirs is a class whose calls return what a decorator would; none of them does anything.
 """
@@ -12,6 +12,7 @@ import types
 
 TORCHTITAN = ("vllm", "monarch", "torchstore")
 SKYRL = ("flash_attn",)
+SLIME = ("sglang", "sglang_router", "megatron")
 
 
 class _Type(type):

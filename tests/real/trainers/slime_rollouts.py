@@ -11,11 +11,13 @@ router, below slime's own HTTP client, is played at PORT.
 import asyncio
 import itertools
 import json
+import re
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+import absent
 import tiny_model
 from slime.observability.rollout_data_utils import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout import sglang_rollout
@@ -32,67 +34,62 @@ GROUPS = (
 )
 
 
+LINE = """
+    --custom-generate-function-path perdure.integrations.slime.generate
+    --prompt-data {rows}
+    --input-key prompt
+    --label-key label
+    --metadata-key metadata
+    --rollout-batch-size 1
+    --n-samples-per-prompt 2
+    --rollout-max-context-len 8000
+    --rollout-max-response-len 512
+    --rollout-stop-token-ids 248046 248044
+    --save-debug-rollout-data {dumps}
+"""
+"""Document 002's launcher line, with smaller numbers and the module's name."""
+MORE = "--num-rollout 1 --rollout-num-gpus 1 --rollout-temperature 0.7 --disable-grpo-std-normalization"
+
+
 def arguments(folder: Path, port: int) -> Namespace:
-    return Namespace(
-        perdure={
-            "run_id": "slime",
-            "agent": "tests.loop_agent:LoopAgent",
-            "agent_budget_s": 300,
-        },
-        custom_generate_function_path="perdure.integrations.slime.generate",
-        custom_reward_post_process_path="perdure.integrations.slime.rewards",
-        dynamic_sampling_filter_path="perdure.integrations.slime.has_signal",
-        rollout_sample_filter_path=None,
-        rollout_all_samples_process_path=None,
-        rollout_global_dataset=True,
-        rollout_batch_size=1,
-        over_sampling_batch_size=1,
-        n_samples_per_prompt=2,
-        rollout_temperature=0.7,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
-        rollout_max_response_len=512,
-        rollout_max_context_len=8000,
-        rollout_stop=None,
-        rollout_stop_token_ids=[248046],
-        rollout_skip_special_tokens=False,
-        eval_max_context_len=8000,
-        eval_max_prompt_len=None,
-        eval_reward_key=None,
-        reward_key=None,
-        eval_datasets=[
-            EvalDatasetConfig(
-                name="held-out",
-                path=str(folder / "eval.jsonl"),
-                input_key="prompt",
-                label_key="label",
-                metadata_key="metadata",
-                n_samples_per_eval_prompt=1,
-                temperature=0.0,
-                top_p=1.0,
-                top_k=-1,
-                max_response_len=512,
-            )
-        ],
-        multimodal_keys=None,
-        apply_chat_template=False,
-        apply_chat_template_kwargs=None,
-        group_rm=False,
-        custom_rm_path=None,
-        partial_rollout=False,
-        mask_offpolicy_in_partial_rollout=False,
-        hf_checkpoint=tiny_model.save(folder),
-        sglang_server_concurrency=8,
-        sglang_dp_size=1,
-        sglang_router_ip="127.0.0.1",
-        sglang_router_port=port,
-        use_distributed_post=False,
-        rollout_num_gpus=1,
-        rollout_num_gpus_per_engine=1,
-        advantage_estimator="grpo",
-        rewards_normalization=True,
-        grpo_std_normalization=False,
+    """As slime's own parser and checks make them of document 002's line and the page's lines. SGLang's and
+    Megatron's arguments are given."""
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "", "label": "", "metadata": {}}))
+    (folder / "perdure.yaml").write_text(
+        json.dumps({"perdure": {"run_id": "slime", "agent": "tests.loop_agent:LoopAgent"}})
     )
+    page = re.findall(r"^    (--\S+) (\S+)$", Path("docs/train.md").read_text(), re.MULTILINE)
+    dumps = folder / "rollout_dumps/rollout_{rollout_id}.pt"
+    words = LINE.format(rows=folder / "rows.jsonl", dumps=dumps).split() + MORE.split()
+    for name, value in page:
+        words += [name, str(folder / value) if value == "perdure.yaml" else value]
+    absent.stand_in(absent.SLIME)
+    from slime.utils import arguments as real
+
+    del sys.meta_path[0]
+    parser = ArgumentParser(allow_abbrev=False)
+    real.get_slime_extra_args_provider()(parser)
+    args = parser.parse_args(words)
+    vars(args).update(vars(real._pre_parse_mode()), hf_checkpoint=tiny_model.save(folder))
+    real.slime_validate_args(args)
+    args.perdure["agent_budget_s"] = 300
+    args.eval_datasets = [
+        EvalDatasetConfig(
+            name="held-out",
+            path=str(folder / "eval.jsonl"),
+            input_key="prompt",
+            label_key="label",
+            metadata_key="metadata",
+            n_samples_per_eval_prompt=1,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=-1,
+            max_response_len=512,
+        )
+    ]
+    args.sglang_server_concurrency, args.sglang_dp_size = 8, 1
+    args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", port
+    return args
 
 
 class Source:
@@ -146,7 +143,7 @@ async def main(port: str) -> dict:
         evaluated, _ = await sglang_rollout.eval_rollout(args, 4)
         (group,) = out.samples
         flat = list(itertools.chain.from_iterable(group))
-        dump = str(folder / "rollout_dumps/rollout_{rollout_id}.pt")
+        dump = args.save_debug_rollout_data
         save_debug_rollout_data(dump, flat, rollout_id=4, evaluation=False)
         save_debug_rollout_data(dump, evaluated.data, rollout_id=4, evaluation=True)
         read = load_debug_rollout_data(dump, rollout_id=4)
