@@ -3,9 +3,9 @@
     python -m benchmarks.image_build [--builders podman,docker] [--rounds N] [--context-mb N] [--json]
 
 A build copies a context of random bytes into a small base image and runs one command. Cold: new content.
-Cached: the same content again. Each round alternates between Perdure and the
-plain tool with the same Dockerfile; `x plain` is our overhead. The bytes are those of the context and of
-the built image.
+Cached: the same content again. Each round alternates between Perdure and the plain tool, with the same
+Dockerfile. `x plain`: our seconds for each of the tool's. The bytes are those of the context and of the
+built image.
 """
 
 import argparse

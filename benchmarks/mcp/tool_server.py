@@ -1,7 +1,7 @@
 """`python -m benchmarks.mcp.tool_server SOCKET`: an MCP server whose tool answers at once.
 
 It listens at a unix socket and at a port of the loopback, whose URL is its first line of output. The tool
-`text` answers as many characters as its argument says.
+`text` returns as many characters as its argument says.
 """
 
 import asyncio

@@ -8,6 +8,7 @@ import asyncio
 import json
 import platform
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -274,6 +275,7 @@ async def test_a_registry_that_hangs_is_left(
     assert 1 <= silent.connections <= image_plan.REQUESTS_AT_ONCE
     assert "at least" in found.lines()[1]
     assert found.lines()[2].startswith("  download unknown for 40: ")
+    assert json.loads(json.dumps(asdict(found)))["unknown"] == found.unknown  # `--dry-run --json`
 
 
 async def test_the_plan_ends_in_time(bench: Bench, silent: Silent) -> None:

@@ -334,7 +334,7 @@ async def test_a_name_is_resolved_once(
 async def test_held_connections_end(
     boot: Boot, provider: SandboxProvider, names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that never end keep no other out, and each is closed after its time."""
+    """Requests that never end do not block others, and each is closed after its time."""
     monkeypatch.setattr(proxies, "HEAD_S", 5.0)
     async with serving() as plain:
         listed = (f"files.example:{plain}", f"127.0.0.1:{plain}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from perdure.gateway.mcp import event_stream, mcp_calls
+from perdure.gateway.mcp import event_stream, mcp_call_record
 from perdure.testing.local_gateway import LocalGateway
 from tests.unit.gateway.test_mcp_proxy import Stand, result, stand
 
@@ -202,7 +202,7 @@ def test_tiny_chunks_cost_no_more_than_large_ones(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_answers_that_nest_too_deep_are_passed_on(stand: Stand) -> None:
-    """What the gateway cannot write down again, the agent still gets, and the call still ends."""
+    """The agent still gets an answer that the gateway cannot serialise, and the call still ends."""
     deep = b'{"jsonrpc": "2.0", "id": 7, "result": ' + b"[" * 900 + b"]" * 900 + b"}"
 
     async def nests(message: dict[str, Any]) -> Response:
@@ -222,7 +222,7 @@ def test_what_cannot_be_written_down_is_left_out() -> None:
     for _ in range(5000):
         deep = [deep]
 
-    assert mcp_calls.shown({"content": deep}) == ""
+    assert mcp_call_record.shown({"content": deep}) == ""
 
 
 async def test_a_server_cannot_answer_in_another_calls_place(stand: Stand) -> None:

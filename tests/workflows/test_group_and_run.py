@@ -884,7 +884,7 @@ async def test_a_run_buys_no_more_than_its_budget(
 async def test_a_run_counts_its_judges_and_pauses_at_one_without_a_price(
     client: Client, stages: Stages
 ) -> None:
-    """A row may name the model that plays its user, whose price no check before the run can miss."""
+    """A row may name the model that plays its user. No check before the run sees that its price is missing."""
     used = {"judge": TokenCounts(prompt_tokens=1000, cached_tokens=500, sampled_tokens=100)}
 
     async def emit(ending: Ending) -> EpisodeRef:

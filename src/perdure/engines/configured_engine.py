@@ -57,7 +57,8 @@ class ConfiguredEngine:
     ) -> None:
         """`roster`: the roster that the gateways of a home share; a single process needs none.
         `home_key`: the key of engines behind an `EngineProxy`. `vocabulary`: how many token ids the
-        settings' model has. `canary`: as in `PoolOptions`. `allowance`: the limits of the account, if it is a hosted API's."""
+        settings' model has. `canary`: as in `PoolOptions`. `allowance`: the account's limits, if the
+        engine is a hosted API."""
         self._settings = settings
         self._client = client
         self._allowance = allowance

@@ -105,8 +105,8 @@ class ServedFunction:
     ) -> None:
         """`accepts`: the sampling parameters that `sample` applies. A request with any other gets a 400.
         `root`: the model behind the name `model`, if it is known: a folder, or a name at Hugging Face. If
-        its tokenizer can be read on this host, a gateway refuses the engine unless it writes prompts
-        with the same tokenizer; otherwise the tokenizer is not checked."""
+        its tokenizer can be read on this host, a gateway refuses the engine unless the gateway encodes
+        prompts with the same tokenizer; otherwise the tokenizer is not checked."""
         self._sample = sample
         self._accepts = accepts | PLAIN
         self._address = (host, port)

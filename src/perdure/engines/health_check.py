@@ -56,20 +56,20 @@ class Finding(NamedTuple):
 
 
 class OtherTokenizer(EngineRefused):
-    """The engine's tokenizer gives other ids than the one that writes its prompts."""
+    """The engine's tokenizer gives different ids from the one that encodes its prompts."""
 
 
 class TokenizerCanary(NamedTuple):
-    """Shows whether an engine has the tokenizer that writes its prompts."""
+    """Shows whether an engine has the tokenizer that encodes its prompts."""
 
     text: str
-    """`TOKENIZED`, then each control token."""
+    """`TOKENIZED`, then each control token that neither begins nor ends with white space."""
     digest: str
     """Of the ids of the text."""
 
 
 class Rendering(NamedTuple):
-    """The tokenizer with which this process writes a model's prompts."""
+    """The tokenizer with which this process encodes a model's prompts."""
 
     tokenizer: str
     """As in the setting: `qwen3`, or a folder."""
@@ -101,7 +101,7 @@ class HealthCheck:
         self._read: tuple[int, str] | None = None
         """The generation whose tokenizer this process has checked, and the digest that it wanted."""
         self.has_other_tokenizer = False
-        """Whether the engine has another tokenizer, and had it since this process knows it."""
+        """Whether the engine has had another tokenizer for as long as this process has known it."""
         self._moved_at = time.monotonic()
         self._period: object = None
         self._period_began = 0.0
@@ -262,7 +262,7 @@ async def check_logprobs(control: EngineControl, model: str, timeout_s: float) -
 
 
 def _other_tokenizer(record: EngineRecord, root: str, found: str, wanted: Rendering) -> str:
-    """What a user is told of an engine with another tokenizer."""
+    """The message to the user about an engine with another tokenizer."""
     name, model = wanted.tokenizer, record.model
     of_root = f"{root}, " if root else ""
     added = f"`perdure engines add {record.url} --model {model} --tokenizer FOLDER`"
@@ -274,7 +274,7 @@ def _other_tokenizer(record: EngineRecord, root: str, found: str, wanted: Render
     )
     return (
         f"the engine {record.url} cannot sample for the model {model}: its tokenizer ({of_root}digest "
-        f"{found}) gives other ids than {name!r} (digest {wanted.canary.digest}), which writes the prompts. "
+        f"{found}) gives different ids from {name!r} (digest {wanted.canary.digest}), which encodes the prompts. "
         f"Start it with a model that has the tokenizer {name!r}, or {fix}"
     )
 

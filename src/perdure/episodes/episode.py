@@ -214,9 +214,9 @@ class Episode(Frozen):
     usage: tuple[ModelUsage, ...] = ()
     """Usage per model that answered."""
     user_usage: tuple[ModelUsage, ...] = ()
-    """Usage of the model that played the user, in all attempts. It is in no other count."""
+    """Usage of the model that played the user, in all attempts. Only `other_tokens` also counts it."""
     judge_usage: tuple[ModelUsage, ...] = ()
-    """Usage of the judge, in all gradings. It is in no other count."""
+    """Usage of the judge, in all gradings. Only `other_tokens` also counts it."""
     turn_tokens: tuple[tuple[int, int], ...] = ()
     """Prompt and sampled tokens of each turn."""
     trained_tokens: int = 0
@@ -331,7 +331,7 @@ class Episode(Frozen):
 
     @property
     def has_verdict(self) -> bool:
-        """Whether it was graded, also if its reward is withheld."""
+        """Whether it was graded, even if its reward is withheld."""
         return self.status is RolloutStatus.GRADED
 
     @property
@@ -491,7 +491,7 @@ def trained(segments: Sequence[Segment], too_stale: str) -> Sequence[Segment]:
 
 
 def why_too_stale(request: RolloutRequest, segments: Sequence[Segment]) -> str:
-    """Why a rollout that was to finish at any age is not trained; empty if it is."""
+    """Why a rollout with `too_stale: finish` is not trained; empty if it may be."""
     if request.too_stale != "finish" or request.max_staleness is None:
         return ""
     versions = {

@@ -18,8 +18,8 @@ class KeptSets(NamedTuple):
 def segment_kept_tokens(
     turns: Sequence[Turn], segments: Sequence[Segment]
 ) -> list[KeptSets | None]:
-    """The kept sets of each segment. None unless all its trained tokens have one, because a trainer
-    would normalise the others over the whole vocabulary."""
+    """The kept sets of each segment. None if any trained token lacks one, because a trainer would
+    normalise that token over the whole vocabulary."""
     known = {turn.index: turn for turn in turns}
     return [_placed([known[index] for index in one.turns], one) for one in segments]
 

@@ -31,10 +31,10 @@ OF_ROWS = ("lengths", "rewards", "advantages", "rollouts", "groups")
 class Batch(Generic[Array]):
     """One row per segment of each graded rollout, padded on the right to the longest of the batch.
 
-    A rollout without a reward, without token ids, or that is too stale, has no row. Without a
-    reward it does not count in its group's mean either, and its reward is not 0; one that is too
-    stale counts. A rollout of K segments has K rows with the
-    same reward and advantage: if your loss takes a mean over rows, divide by the rows of `rollouts`.
+    A rollout that has no reward or no token ids, or is too stale, has no row. One without a reward
+    does not count in its group's mean either: its reward is not 0. One that is too stale does count.
+    A rollout of K segments has K rows with the same reward and advantage: if your loss takes a mean
+    over rows, divide by the rows of `rollouts`.
 
     Shapes: N rows, T tokens in the longest one; both are 0 if no rollout has a reward. The arrays
     are numpy's; `torch()` makes tensors of them.

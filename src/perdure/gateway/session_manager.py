@@ -53,7 +53,7 @@ from perdure.gateway.journal.turn_record import (
     to_journal,
     turn_records,
 )
-from perdure.gateway.mcp.mcp_calls import (
+from perdure.gateway.mcp.mcp_call_record import (
     MCP_CALL,
     MCP_ENDED,
     MCP_FAILED,

@@ -35,7 +35,7 @@ class SessionModel:
     is_reserved: bool = False
     """Whether only engines that are reserved for the session's run may sample."""
     tokenizer: str = ""
-    """The tokenizer of the session's ids: the digest of its canary."""
+    """The digest of the canary of the tokenizer that encodes the session's ids."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ModelLoader:
     async def loaded(
         self, recorded: RecordedModels, tokenizers: Mapping[str, str] | None = None
     ) -> SessionModels:
-        """`tokenizers`: those of an earlier process's ids, as in `SessionModels`.
+        """`tokenizers`: those that encoded the session's ids in an earlier process, as in `SessionModels`.
 
         Raises: ConfigurationError if a tokenizer cannot be read on this host.
         """

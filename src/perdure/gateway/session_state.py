@@ -29,7 +29,7 @@ from perdure.gateway.journal.turn_record import (
     TurnRecord,
     usage_of,
 )
-from perdure.gateway.mcp.mcp_calls import (
+from perdure.gateway.mcp.mcp_call_record import (
     MCP_BEGUN,
     MCP_CALL,
     MCP_ENDED,

@@ -95,7 +95,7 @@ async def _with_stored_build(store: Store, ref: str, container: Container) -> Co
 
 
 def _pack_context(ref: str, folder: Path, dockerfile: str) -> bytes:
-    """`dockerfile`: as `Build.dockerfile`. It copies the folder, and so must leave itself out."""
+    """`dockerfile`: as `Build.dockerfile`. It copies the whole folder, so `.dockerignore` excludes it."""
     try:
         size = sum(path.lstat().st_size for path in folder.rglob("*"))
         if size > MOST_MB << 20:

@@ -278,8 +278,8 @@ class Environments:
     async def _index_access(
         self, instance: Instance, spec: SandboxSpec, key: str
     ) -> AsyncIterator[tuple[SandboxSpec, UnreachedHosts]]:
-        """The spec of a sandbox that has only loopback and reaches the package index, and the hosts that
-        it lists, by a proxy."""
+        """The spec of a sandbox that has only loopback. A proxy leads to the package index and to the hosts
+        that the spec lists."""
         if spec.network not in (Network.INDEX, Network.LISTED):
             yield spec, UnreachedHosts()
             return

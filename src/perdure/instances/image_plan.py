@@ -1,6 +1,6 @@
-"""What a run's images will cost before it starts: which are missing, and the bytes of the download.
+"""Finds before a run which of its images are missing, and how many bytes they will download.
 
-Sizes come from registries, in bounded time. What no registry told is counted as unknown, never as 0.
+Sizes come from registries, in bounded time. A size that no registry reports is unknown, never 0.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from perdure.types import Instance, RolloutRequest
 
 REQUESTS_AT_ONCE = 8
 MOST_OF_HUB = 20
-"""Images of Docker Hub that are asked about. It counts each question as a pull, and allows few in an hour."""
+"""Most images to ask Docker Hub about, which counts each request as a pull and allows few per hour."""
 UNREAD = "a Dockerfile cannot be read"
 NAMED = 3
 """Instances that the text names."""
@@ -71,8 +71,8 @@ class ImagePlan:
     asked: int = 0
     """Images and base images whose size a registry told."""
     download_bytes: int | None = None
-    """Compressed, of these. Shared layers count once and, if the provider tells, layers that are here not
-    at all. None: unknown."""
+    """Compressed bytes of these. Shared layers count once. Layers that are known to be here do not
+    count. None: unknown."""
     unknown: Mapping[str, int] = field(default_factory=dict)
     """Reason -> images and base images whose size is unknown."""
 
@@ -151,7 +151,9 @@ async def plan_images(
             if is_silent and not known
             else sum(one.size for one in layers if one.chain not in question.here)
         ),
-        unknown=Counter(answer for answer in question.answers.values() if isinstance(answer, str)),
+        unknown=dict(
+            Counter(answer for answer in question.answers.values() if isinstance(answer, str))
+        ),
     )
 
 

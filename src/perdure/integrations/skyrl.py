@@ -35,7 +35,7 @@ def generator_output(
 
     `trajectory_ids` are SkyRL's own objects if SkyRL is installed, with the fields of `names`. In the
     step-wise form, rollouts that failed or have nothing to train on have no row, unless `masks`;
-    `rollout_metrics["perdure/left_out"]` counts them. See `episodes.trainers.skyrl_output`.
+    `rollout_metrics["perdure/left_out"]` counts them. See `trainer_formats.skyrl_output`.
     """
     output = skyrl_output(found, names=names, step_wise=step_wise, masks=masks, top_k=top_k)
     if (experts := output["rollout_expert_indices"]) is not None and not _takes_arrays():

@@ -33,9 +33,9 @@ GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
 ABORTED = "aborted"
 NO_KEPT_SETS = {"rollout_top_p_token_ids": [], "rollout_top_p_token_offsets": [0, 0]}
-"""Of a masked sample with one token: slime refuses a step in which a sample has none."""
+"""For a masked sample with one token: slime refuses a step in which a sample lacks the fields."""
 RUN_ID = trainer_hooks.new_run_id("slime")
-"""Of a training that names none: slime calls `generate` in one process."""
+"""For a training that names none. One is enough, because slime calls `generate` in one process."""
 REFUSED = {"short": "slime reads a sample of each member"}
 FILTER = "perdure.integrations.slime.has_signal"
 STEP_POLL_S = 0.2
@@ -328,7 +328,7 @@ def has_signal(args: Any, samples: Iterable[Any], **_: Any) -> bool:
 
 
 def _lacks_verdict(sample: Any) -> bool:
-    """A withheld reward is one of a graded rollout."""
+    """A rollout with a withheld reward was graded, so it has a verdict."""
     return _verdict(sample) is None and not (sample.metadata or {}).get("withheld")
 
 

@@ -53,9 +53,9 @@ WITHIN = ("instance", "extra_info", "metadata")
 
 WithoutVerdict = Literal["replace", "drop", "mask", "short"]
 """What a trainer gets for a member of a group that fails without a verdict. `replace`: the sample is
-played again, up to 3 times, then as by default. `drop`: the group is not trained. `mask`: a row
-without a trained token, which its group's baseline leaves out where the trainer can. `short`: no
-row."""
+played again, up to 3 times; if all fail, the trainer's default applies. `drop`: the group is not
+trained. `mask`: a row without a trained token, which its group's baseline leaves out where the
+trainer can. `short`: no row."""
 TRAINER_WAITS = {
     "quorum": "how many members it waits for",
     "deadline_s": "how long it waits for a member",
@@ -124,7 +124,7 @@ def split_without_verdict(
 
 
 def lacks_verdict(found: EpisodeSegments | None) -> bool:
-    """Whether the rollout ended without a verdict. One whose reward is withheld has one."""
+    """Whether the rollout ended without a verdict. A rollout whose reward is withheld has a verdict."""
     return found is None or not found.episode.has_verdict
 
 
@@ -241,7 +241,7 @@ async def finished(
     """The rollout's episode, failed or not. None: it ended without an episode, or `given_up()` is true.
 
     `routed_experts`: the trainer replays experts, so segments without them are left out.
-    `kept_tokens`: it normalises over the top-p set of each token; the same for these sets.
+    `kept_tokens`: it normalises over the top-p set of each token, so segments without sets are too.
     `replaces`: a rollout that fails without a verdict is played again, as `replacement` says. After
     a restart, the trainer joins the replacement, because that has the rollout's id. The rollout is
     cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.

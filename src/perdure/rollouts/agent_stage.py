@@ -266,7 +266,7 @@ def _waits(session: SessionSummary, conversation: Conversation | None) -> bool:
 
 
 def _waits_for_quota(session: SessionSummary, conversation: Conversation | None) -> bool:
-    """Whether the agent's model or its user's answers nothing before a quota resets."""
+    """Whether a quota must reset before the agent's model or its user's can answer."""
     of_user = conversation is not None and conversation.waits_for_quota
     return of_user or session.waits_for_quota(time.time())
 

@@ -30,8 +30,8 @@ class Network(StrEnum):
     """For builds: loopback, and on it a proxy to the package index that the builder starts."""
     LISTED = "listed"
     """Loopback, and on it a proxy to the listed hosts, which the caller serves at
-    `Sandbox.proxy_socket`. Or the service of the sandbox keeps `SandboxSpec.allowed_hosts` itself. Builds
-    also reach the package index."""
+    `Sandbox.proxy_socket`. A service instead enforces `SandboxSpec.allowed_hosts` itself. Builds also
+    reach the package index."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SandboxSpec:
     limits: Limits = field(default_factory=Limits)
     network: Network = Network.NONE
     allowed_hosts: Sequence[str] = ()
-    """Entries of Network.LISTED, for services that keep the list themselves."""
+    """Entries of Network.LISTED, for services that enforce the list themselves."""
     gateway: Path | None = None
     """Host path of the gateway's unix socket. Commands reach it at `Sandbox.gateway_url`."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -377,7 +377,7 @@ class SandboxProvider(ABC):
     fixed_by_image: frozenset[str] = frozenset()
     """Fields of Limits that a row with a Dockerfile may set: the image built from it fixes them."""
     networks: frozenset[Network] = frozenset(Network) - {Network.LISTED}
-    """LISTED: also `no_list` decides."""
+    """For LISTED, `no_list` decides too."""
     has_build_proxy: bool = True
     """Builds of Dockerfiles, if it makes any, can be kept to a list of hosts."""
     account_caps: AccountCaps | None = None
@@ -395,7 +395,7 @@ class SandboxProvider(ABC):
         return "use --sandbox podman, docker or kubernetes"
 
     def no_list(self, hosts: Sequence[str]) -> str:
-        """Why it cannot keep a sandbox to these entries of an allow-list, with the fix; empty if it can."""
+        """Why it cannot limit a sandbox to these entries of an allow-list, with the fix; empty if it can."""
         return ""
 
     @property

@@ -28,7 +28,7 @@ def remove_ignored(context: Path) -> None:
 
 
 def _rule(line: str) -> tuple[re.Pattern[str], bool]:
-    """What it matches, with all below it, and whether it keeps."""
+    """A pattern for the paths and all below them, and whether the line keeps them (`!`)."""
     keeps, words = line.startswith("!"), line.removeprefix("!").strip().strip("/")
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", words.removeprefix("./"))
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}

@@ -1,6 +1,7 @@
 """Images built from a Dockerfile: names, base images, limits, and the run of a build on this host.
 
-`docker`, `podman`, `modal`, `e2b` and `daytona` run the builds. `perdure.instances.dockerfile_builds` decides when.
+`docker`, `podman`, `modal`, `e2b` and `daytona` run the builds. `perdure.instances.dockerfile_builds`
+decides when.
 """
 
 import asyncio
@@ -110,8 +111,8 @@ class LocalImageBuilder(ImageBuilder):
 
     @abstractmethod
     async def local_layers(self) -> Sequence[Sequence[str]]:
-        """Of at most MOST_COMPARED images that are here: their layers' uncompressed digests, the lowest
-        first."""
+        """For each of at most MOST_COMPARED images that are here, the uncompressed digests of its layers, the
+        lowest first."""
 
     async def images_here(self, names: Collection[str]) -> Mapping[str, int]:
         here = await self.local_images() if names else {}

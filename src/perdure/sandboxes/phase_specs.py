@@ -92,7 +92,7 @@ def check(request: RolloutRequest, instance: Instance | None, providers: Provide
 
 
 def check_build_list(builder: SandboxProvider) -> None:
-    """Raises: ConfigurationError if its builds of Dockerfiles cannot be kept to a list of hosts."""
+    """Raises: ConfigurationError if its builds of Dockerfiles cannot be limited to a list of hosts."""
     if not builder.has_build_proxy:
         raise ConfigurationError(
             f"phases.environment.network: builds of {builder.name} take no list of hosts; leave it "

@@ -1,7 +1,7 @@
 """Asks registries which layers a pull would transfer, and their compressed sizes. Pulls nothing.
 
-It uses the logins that `podman login` and `docker login` stored. A registry with a certificate that
-only the puller trusts, or that speaks plain HTTP elsewhere than on loopback, counts as one without an answer.
+It uses the logins that `podman login` and `docker login` stored. A registry whose certificate only the
+puller trusts, or that speaks plain HTTP outside loopback, counts as unreachable.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ class Layer(NamedTuple):
     size: int
     """Bytes, compressed."""
     chain: str
-    """Names the layer with all those below it, as `chains` does; empty if the registry does not tell."""
+    """Names the layer with all those below it, as `chains` does; empty if unknown."""
 
 
 class RegistryFailed(PerdureError):
-    """The registry did not tell about an image. `is_down`: it will not tell about others either."""
+    """The registry did not describe an image. `is_down`: asking it about other images would fail too."""
 
     def __init__(self, said: str, *, is_down: bool) -> None:
         super().__init__(said)

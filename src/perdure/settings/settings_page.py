@@ -87,7 +87,7 @@ def _table(group: str, about: str) -> str:
 
 def _aliases() -> str:
     rows = ["## Variables of other systems", ""]
-    rows += ["Fields of a request are the client's defaults.", ""]
+    rows += ["A variable that sets a field of a request sets the client's default.", ""]
     rows += ["| variable | sets |", "|---|---|"]
     names: dict[str, list[str]] = {}
     for one in variable_aliases.ALIASES:

@@ -68,7 +68,7 @@ NOT_APPLICABLE = {
     "TT_DAYTONA_AUTO_STOP_MIN": "use `PERDURE_SANDBOX__TTL_S`",
     "TT_DAYTONA_AUTO_DELETE_MIN": "a stopped sandbox is deleted at once",
     "CONFIG": "TorchTitan's launcher passes it as `--config`",
-    "EXP_TAG": "slime's launcher names its folder by it; here `run_id`",
+    "EXP_TAG": "slime's launcher names its folder after it; use `run_id`",
     "PROMPT_DATA": "TorchTitan's recipes read it; slime's launcher passes it as `--prompt-data`",
     "HF_CHECKPOINT": "slime's launcher passes it as `--hf-checkpoint`",
     "REF_MODEL_PATH": "slime's launcher passes it as `--ref-load`",

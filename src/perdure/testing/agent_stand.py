@@ -21,7 +21,7 @@ from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence, install
 from perdure.episodes import trajectory_segments, turns_parquet
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSummary
-from perdure.gateway.mcp.mcp_calls import calls_key
+from perdure.gateway.mcp.mcp_call_record import calls_key
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.graders.diff import diff_capture
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader

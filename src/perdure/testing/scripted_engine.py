@@ -252,7 +252,7 @@ class ScriptedEngine:
     ) -> None:
         """`generation`: also serve `policy-g<generation>`, and refuse other generations' names.
         `experts`: return `routed_experts`, as vLLM with `--enable-return-routed-experts`.
-        `keeps_sets`: return `sampling_mask`, as vLLM 0.33 with `--return-sampling-mask`."""
+        `keeps_sets`: return `sampling_mask`, as vLLM with `--return-sampling-mask`."""
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
         digest = hashlib.sha256(json.dumps(scripts or {}, sort_keys=True).encode()).hexdigest()

@@ -153,7 +153,7 @@ class Budget(SpendingLimits):
         )
 
     def lacks_price_of(self, others: Iterable[str]) -> str:
-        """What to do if it limits dollars and one of these judges and users has no price; else empty."""
+        """What to do if it limits dollars and one of these models has no price; otherwise empty."""
         missing = [name for name in others if price_of(self.other_prices, name) is None]
         if self.dollars is None or not missing:
             return ""
@@ -410,9 +410,9 @@ def replacement(
 ) -> RolloutRequest | None:
     """The request that plays a failed rollout again, as its next round; None if it stays as it is.
 
-    It has the id of the rollout, so that there is one replacement, whoever starts it, and one
-    episode. `first`: the round of the first play. Cancelled and truncated rollouts stay, and
-    failures that another play would meet again, such as a bad configuration.
+    It has the rollout's id, so that two callers start only one replacement, and there is one episode.
+    `first`: the round of the first play. Cancelled and truncated rollouts are not replaced, nor are
+    failures that would recur, such as a bad configuration.
     """
     failure = episode.failure
     may_pass = failure is not None and failure.type in get_args(FailureType)

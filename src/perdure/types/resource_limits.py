@@ -30,8 +30,8 @@ class Phase(Request):
     limits: LimitChanges = LimitChanges()
     network: Literal["none", "index", "host"] | tuple[str, ...] | None = None
     """`none`: only the gateway. `index`: only the package index, for builds. `host`: everything
-    that the host or the provider's service can reach. A list: these hosts, by a proxy or as the
-    provider's service keeps it; builds also reach the package index."""
+    that the host or the provider's service can reach. A list: these hosts, enforced by a proxy or
+    by the provider's service; builds also reach the package index."""
 
     @field_validator("network", mode="before")
     @classmethod

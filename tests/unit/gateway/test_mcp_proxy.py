@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.base import SessionSummary
-from perdure.gateway.mcp import event_stream, mcp_calls, mcp_proxy
+from perdure.gateway.mcp import event_stream, mcp_call_record, mcp_proxy
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -99,7 +99,7 @@ class Stand:
     async def calls(self) -> list[dict[str, Any]]:
         """What the closed session's file has."""
         await self.gateway.control.close("a")
-        stored = await self.gateway.store.get(mcp_calls.calls_key(turns_key_of("a")))
+        stored = await self.gateway.store.get(mcp_call_record.calls_key(turns_key_of("a")))
         return [json.loads(line) for line in stored.data.splitlines()]
 
 
@@ -408,7 +408,7 @@ async def test_calls_are_recorded_without_credentials(stand: Stand) -> None:
 
 async def test_records_are_bounded(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one call, and of a session whose commands call a server in a loop."""
-    monkeypatch.setattr(mcp_calls, "SHOWN", 100)
+    monkeypatch.setattr(mcp_call_record, "SHOWN", 100)
     monkeypatch.setattr("perdure.gateway.session_manager.RECORDED", 50)
 
     async def long(message: dict[str, Any]) -> Response:

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.mcp import mcp_calls, mcp_proxy, sse_servers
+from perdure.gateway.mcp import mcp_call_record, mcp_proxy, sse_servers
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -138,7 +138,7 @@ async def test_an_agent_keeps_one_session_at_the_server(stand: Stand) -> None:
         answer = await stand.call(method)
     told = await stand.tell("notifications/cancelled")
     await stand.gateway.control.close("a")
-    stored = await stand.gateway.store.get(mcp_calls.calls_key(turns_key_of("a")))
+    stored = await stand.gateway.store.get(mcp_call_record.calls_key(turns_key_of("a")))
     recorded = [json.loads(line) for line in stored.data.splitlines()]
 
     assert last_message(answer)["result"] == {"content": ["tools/call"]}

@@ -140,7 +140,7 @@ def _image_line(one: "PreparedImage") -> str:
 def prune(days: float, as_json: bool) -> None:
     """Remove built images that no rollout uses any more.
 
-    A later run builds them again. Those of E2B and Daytona are deleted from the account, also if other
+    A later run builds them again. Those of E2B and Daytona are deleted from the account, even if other
     hosts use them. Pulled images stay: podman and docker have their own `image prune`.
     """
     settings = load_settings()

@@ -28,8 +28,8 @@ def swebench(
 ) -> None:
     """Run `mini-extra swebench` of mini-swe-agent 2.x as a Perdure run.
 
-    The command first prints itself as a `perdure eval`. It refuses by name what Perdure cannot
-    do. Other long options are those of `perdure eval`, such as --dry-run.
+    The command first prints the equivalent `perdure eval`. It names each option that Perdure
+    refuses. Other long options are those of `perdure eval`, such as --dry-run.
 
     \b
     perdure swebench --model openai/gpt-5-nano --subset verified --split test \\

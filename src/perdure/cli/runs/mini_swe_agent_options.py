@@ -253,7 +253,7 @@ def name_model(found: Translation, model: str) -> None:
 def read_configs(specs: Sequence[str]) -> dict[str, Any]:
     """The merged values of YAML files and `KEY=VALUE`, one per key of the table.
 
-    Raises: ConfigurationError for a file that is missing or is no YAML.
+    Raises: ConfigurationError for a file that is missing or is not YAML.
     """
     merged: dict[str, Any] = {}
     for spec in specs:
@@ -297,8 +297,8 @@ def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def agent_seconds(configured: Mapping[str, Any]) -> float:
-    """The agent's budget: its container's life, or a command's limit that is longer than our default.
-    0 keeps the default. Raises: ConfigurationError."""
+    """The agent's budget: the container's timeout or, without one, a command's timeout that exceeds our
+    default budget. 0 keeps the default. Raises: ConfigurationError."""
     lives = configured.get("environment.container_timeout")
     try:
         seconds = duration(str(lives)) if lives else float(configured.get("environment.timeout", 0))

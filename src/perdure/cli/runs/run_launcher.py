@@ -82,7 +82,7 @@ class CheckedRun:
     notes: Sequence[str] = ()
     """Calibration and images as text."""
     images: Sequence[ImagePlan] = ()
-    """For each sandbox provider of this host that is ready."""
+    """One for each sandbox provider that the run uses on this host, if it boots images and is ready."""
 
 
 def show(planned: CheckedRun, *, as_json: bool) -> None:
@@ -142,8 +142,8 @@ async def checked(
     *,
     dry_run: bool = False,
 ) -> CheckedRun:
-    """The request for these instances, with their calibration. `dry_run`: registries have more time to
-    tell what the images will cost."""
+    """The request for these instances, with their calibration. `dry_run`: registries get more time
+    to report the images' sizes."""
     store = open_store(settings)
     request = build(options, found)
     refs, marked = await instances_of(store, request, found)
@@ -212,8 +212,8 @@ async def _image_plans(
 
 
 def _image_notes(plans: Sequence[ImagePlan], dataset: str, *, with_complete: bool) -> list[str]:
-    """What is missing and its cost, and the command that prepares it. `with_complete`: also plans that
-    miss nothing."""
+    """Which images are missing, their bytes, and the command that prepares them. `with_complete`: also
+    plans in which nothing is missing."""
     notes = []
     for one in plans:
         if with_complete or one.to_pull or one.to_build:

@@ -84,8 +84,8 @@ class EngineRequest:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are sampled from a part of the vocabulary. Otherwise each kept set is all of
-        it."""
+        """Whether tokens are sampled from a part of the vocabulary. If not, each kept set is the whole
+        vocabulary."""
         told = self.sampling
         return bool(
             told.get("top_p", 1.0) < 1 or told.get("top_k", 0) > 0 or told.get("min_p", 0.0) > 0

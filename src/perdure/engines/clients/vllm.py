@@ -1,10 +1,10 @@
 """vLLM's token endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
 
 The server must run with `--enable-scale-out`, and with `--logprobs-mode processed_logprobs`, so that
-logprobs belong to the distribution that was sampled from. With `--enable-return-routed-experts` it also
-returns the experts, in the event with the finish reason, and with `--return-sampling-mask` (from
-0.28 on) what top-p and top-k left for each token, in the event with the token. Owns one stream of one engine. The pool chooses
-the engine and handles a broken stream.
+logprobs belong to the distribution that was sampled from. With `--enable-return-routed-experts`, the
+event with the finish reason also has the experts. With `--return-sampling-mask` (vLLM 0.28 or later),
+the event with a token also has the tokens that top-p and top-k left for it. Owns one stream of one
+engine. The pool chooses the engine and handles a broken stream.
 """
 
 import json

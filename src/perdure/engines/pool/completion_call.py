@@ -48,7 +48,7 @@ class GenerateCall:
     model: str = DEFAULT_MODEL
     """The model that samples, as the roster names it."""
     tokenizer: str = ""
-    """The tokenizer that wrote the prompt: the digest of its canary. Empty: not checked."""
+    """The tokenizer that encoded the prompt: the digest of its canary. Empty: not checked."""
     is_reserved: bool = False
     """Whether only engines that are reserved for the run may sample."""
     routed_from: int = 0

@@ -99,7 +99,7 @@ class Fleet:
         self._starting = asyncio.Lock()
         self._turn = asyncio.Lock()
         self._canaries: dict[str, health_check.TokenizerCanary | None] = {}
-        """By the name of a tokenizer that writes prompts; None if it cannot be read here."""
+        """By the name of a tokenizer that encodes prompts; None if it cannot be read here."""
         self._asked = 0.0
         """When this process requested the roster that it applied last."""
         self._following: asyncio.Task[None] | None = None

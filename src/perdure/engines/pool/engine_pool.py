@@ -358,7 +358,7 @@ def _tokenizer_changed(call: GenerateCall, engine: PooledEngine) -> str:
     rendering = engine.health.rendering
     name, digest = (rendering.tokenizer, rendering.canary.digest) if rendering else ("", "")
     return (
-        f"the model {call.model} now has the tokenizer {name!r} (digest {digest}), and this session's ids are of "
+        f"the model {call.model} now has the tokenizer {name!r} (digest {digest}), but this session's ids come from "
         f"another one (digest {call.tokenizer}), so no engine can continue it. Start the rollout again, or "
         "allow a new attempt with retry_on TokenizerChanged. To keep open sessions, add an engine with another "
         "tokenizer under another --model"

@@ -24,7 +24,7 @@ class Versions:
     first: int | None = None
     last: int | None = None
     may_finish: bool = False
-    """Once every engine is newer, any of them may continue (`too_stale: finish`)."""
+    """Whether any engine may continue the call once all serve newer versions (`too_stale: finish`)."""
 
     @classmethod
     def of(cls, labels: Mapping[str, str]) -> "Versions":

@@ -100,8 +100,8 @@ class PooledEngine:
         return self.health.refused if is_new or self.health.has_other_tokenizer else ""
 
     def has_other_tokenizer(self, digest: str) -> bool:
-        """Whether its model's prompts are not written with this tokenizer. `digest`: of its canary; empty if
-        it is not known."""
+        """Whether its model's prompts are encoded with another tokenizer than this one. `digest`: of this
+        one's canary; empty if unknown, and then False."""
         rendering = self.health.rendering
         return bool(digest) and rendering is not None and rendering.canary.digest != digest
 

@@ -81,7 +81,7 @@ class Salvage:
         kept: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Add tokens that arrived together. `version`: the policy version known to be loaded now.
-        `kept`: each token's kept set. Sets that cannot be those of the tokens are ignored.
+        `kept`: each token's kept set. If a set is missing or lacks its token, all are ignored.
 
         The engine may have buffered all tokens but the last. So if the version has changed since the
         previous tokens, the version of these is unknown.

@@ -13,7 +13,7 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 def taken_events(rest: bytearray, chunk: bytes) -> list[bytes]:
     """Add the chunk to the incomplete rest, and take the complete events, each with its terminator. The
-    rest is not searched again, so that a server of tiny chunks costs no more than another one."""
+    rest is not searched again, so tiny chunks cost no more than large ones."""
     searched = max(0, len(rest) - 3)
     rest += chunk
     ends = [0, *(found.end() for found in _EVENT_END.finditer(rest, searched))]

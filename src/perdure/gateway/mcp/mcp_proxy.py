@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 
 from perdure.dialects.base import Refused
 from perdure.gateway.mcp.event_stream import LARGEST_ANSWER, json_of, message_of, taken_events
-from perdure.gateway.mcp.mcp_calls import Ended, McpCall, shown
+from perdure.gateway.mcp.mcp_call_record import Ended, McpCall, shown
 from perdure.gateway.mcp.sse_servers import SESSION, SseServers
 from perdure.gateway.session_manager import Sessions
 from perdure.home_folder import Secrets
@@ -119,7 +119,7 @@ def check_servers(servers: McpServers, processes: int) -> None:
     for name, server in servers.items():
         if server.type == "sse" and processes > 1:
             problem = (
-                f"MCP server {name!r}: a connection of `sse` belongs to one gateway process: serve "
+                f"MCP server {name!r}: an `sse` connection belongs to one gateway process: serve "
                 "streamable HTTP, or set PERDURE_GATEWAY__PROCESSES=1"
             )
             raise Refused(409, "conflict", problem)
@@ -172,15 +172,15 @@ class McpProxy:
             return Response(json.dumps(answer), media_type="application/json")
 
     async def close_session(self, session_id: str) -> None:
-        """End what is held for a gateway session that has ended."""
+        """Close the streams of a gateway session that has ended."""
         await self._sse.close_session(session_id)
 
     async def aclose(self) -> None:
         await self._sse.aclose()
 
     async def _refused_repeat(self, call: _Call) -> Response:
-        """The answer to a call that a relay sends again because its host or a gateway died. Nobody knows
-        whether the server has done it, so it is not done twice: the attempt ends."""
+        """The answer to a call that a relay sends again because its host or a gateway died. The server may
+        have run the call already, so it is not sent twice: the attempt ends."""
         text = f"the answer to a call of {call.place} was lost on the way to the sandbox"
         await self._sessions.note_mcp_failed(call.asked.session_id, text)
         return Response(json.dumps(_error(call, TOOL_ERROR, text)), media_type="application/json")
@@ -418,18 +418,18 @@ def _message(body: bytes) -> dict[str, Any]:
     if not method.startswith("notifications/") and (
         isinstance(number, bool) or not isinstance(number, str | int)
     ):
-        raise Refused(400, "invalid_request", "a request needs an `id`: a text or a whole number")
+        raise Refused(400, "invalid_request", "a request needs an `id`: a string or an integer")
     return message
 
 
 def _written(message: dict[str, Any]) -> bytes:
-    """The message as this process understood it. The agent's own bytes might name a key twice, and the
-    server might then do another call than the recorded one. Raises: Refused (400)."""
+    """The message as this process parsed it. The agent's own bytes might name a key twice, and the
+    server might then run a different call from the recorded one. Raises: Refused (400)."""
     try:
         return json.dumps(message, allow_nan=False).encode()
     except (ValueError, RecursionError):
         raise Refused(
-            400, "invalid_json", "the message nests too deep or has a wrong number"
+            400, "invalid_json", "the message nests too deeply, or contains NaN or Infinity"
         ) from None
 
 

@@ -28,7 +28,7 @@ SESSION = "mcp-session-id"
 ADDRESS_S = 10.0
 """Seconds within which a stream must name the address for messages."""
 MOST_STREAMS = 16
-"""Streams of one gateway session. An agent that opens more gets 429."""
+"""Most open streams of one gateway session. An agent that asks for another gets 429."""
 INVALID = -32600
 """JSON-RPC's code of a request that is not valid."""
 
@@ -95,7 +95,7 @@ class _Stream:
             answer = self.waiting.pop(number)
             answer.give(event)
             answer.end()
-        elif message and self.waiting:  # progress or a question: of the call that began first
+        elif message and self.waiting:  # progress or a question: to the call that began first
             next(iter(self.waiting.values())).give(event)
 
     async def aclose(self) -> None:

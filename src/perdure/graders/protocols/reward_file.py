@@ -1,9 +1,10 @@
 """Grades as Harbor does: `/tests/test.sh` writes an object of numbers into
 `/logs/verifier/reward.json`, as rewardkit does, or a number into `reward.txt`.
 
-Tests of a shared verifier run in the sandbox in which the agent worked, as in Harbor. Those of a
-separate one run in a fresh sandbox, which gets the artifacts. Code under test can write the reward file too: like
-`eval_cmd`, this protocol suits only tasks whose tests guard themselves.
+A shared verifier tests the agent's own sandbox, as in Harbor, unless agent and tests may reach
+different hosts: then it tests a fresh one, which gets the diff and the artifacts. A separate verifier
+tests a fresh one, which gets only the artifacts. Code under test can write the reward file too. So,
+like `eval_cmd`, this protocol suits only tasks whose tests guard themselves.
 """
 
 import json

@@ -18,7 +18,7 @@ from perdure.types.validation_errors import faults
 CONTEXT = "${CONTEXT_DIR}"
 """Harbor's variable for the folder of the compose file."""
 HOST_LOGS = "${HOST_"
-"""How the folders of logs begin that Harbor mounts in its own container."""
+"""Begins the entries of the log folders that Harbor mounts in its own container."""
 
 
 class _Mount(NamedTuple):
@@ -68,8 +68,8 @@ class ComposeVolumes:
         return path if path.exists() else None
 
     def shared(self, declared: Mapping[str, Any]) -> list[tuple[str, SharedFolder]]:
-        """Each container that mounts a shared folder, with where it sees it. `declared`: the table
-        `volumes` of the compose file."""
+        """Each mount of a shared folder, with the container's name. `declared`: the table `volumes` of the
+        compose file."""
         for name, options in declared.items():
             if strange := sorted({*(options or {})} - {"name", "labels", "driver"}):
                 self.problems.append(

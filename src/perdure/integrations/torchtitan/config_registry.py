@@ -5,8 +5,8 @@
         --hf_assets_path ./Qwen3-8B --rollouter.run_id try-1 --rollouter.rollout.sandbox daytona
 
 Sizes and batch are those of TorchTitan's SWE example (pull request 3734): 8 prompts x 8 samples, rows
-of 32,768 tokens, binary reward. We have never run them on GPUs. The example's own names of its recipes
-(`..._swe_r2e`) mean the same in Daytona's sandboxes.
+of 32,768 tokens, binary reward. We have never run them on GPUs. The example's own recipe names
+(`..._swe_r2e`) give the same recipes in Daytona's sandboxes.
 
     DAYTONA_API_KEY=dtn_... PROMPT_DATA=r2e.jsonl HF_ASSETS_PATH=./Qwen3-1.7B python -m \\
         torchtitan.experiments.rl.train --module perdure.integrations.torchtitan \\

@@ -132,8 +132,8 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         sampling: Any,
         renderer: object = None,
     ) -> RolloutGroup:
-        """The group's graded rollouts, scored. Failed rollouts are left out, and after scoring those
-        that are too stale.
+        """The group's graded rollouts, scored. Failed rollouts are left out before scoring, and those that
+        are too stale after it.
 
         Raises: NoResult if no rollout was graded, or, with `without_verdict: drop`, if one was not (the
         controller counts a failed group); ConfigurationError.

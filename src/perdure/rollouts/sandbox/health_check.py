@@ -9,7 +9,7 @@ from perdure.types import Healthcheck
 
 
 class Unhealthy(RetryHere):
-    """The sandbox's own health check failed. It is no verdict on an agent."""
+    """The sandbox's own health check failed. It says nothing about the agent."""
 
     boundary = Boundary.SANDBOX
 

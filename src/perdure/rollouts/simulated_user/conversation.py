@@ -43,7 +43,7 @@ class Conversation:
         self.is_unanswered = False
         """Whether the agent was ended while it waited for the user, perhaps when no worker watched it."""
         self.waits_for_quota = False
-        """Whether the user's model answers nothing before a quota resets."""
+        """Whether a quota must reset before the user's model can answer."""
 
     async def __aenter__(self) -> "Conversation":
         """Send the last answer again: an earlier try may have died before it did."""
@@ -94,7 +94,7 @@ class Conversation:
                 return status
 
     async def unanswered(self, status: ExecStatus) -> str:
-        """Why an agent that has ended got no answer of the user, if that is no fault of the agent;
+        """Why an agent that has ended got no answer from the user, if that was not the agent's fault;
         otherwise empty. Raises: GatewayUnavailable."""
         if not self.is_unanswered:
             return ""

@@ -32,7 +32,7 @@ TOO_LONG = b"context_length_exceeded"
 
 
 class UserWaitsForQuota(GatewayUnavailable):
-    """The user's model answers nothing before a quota resets. The rollout then waits without a sandbox."""
+    """A quota must reset before the user's model can answer. The rollout then waits without a sandbox."""
 
 
 class UserModelRefused(GiveUp):

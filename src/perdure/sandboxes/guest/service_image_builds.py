@@ -1,7 +1,7 @@
 """Builds of Dockerfiles by a service's own builder, which keeps the images in the account.
 
-A provider starts the build or finds it. Here are the record of the images that this host knows the
-account to have, and the time limit.
+A provider starts the build or finds it. This module enforces the time limit, and records which images
+of the account this host knows.
 """
 
 import asyncio

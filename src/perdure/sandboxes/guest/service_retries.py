@@ -54,8 +54,8 @@ async def retry_transient(
 
 
 async def cancellable(call: Callable[[], Awaitable[T]]) -> T:
-    """The result of the call. A cancellation is raised even if the SDK loses it: E2B's transport does so
-    in about one of five calls, and its caller would go on."""
+    """The result of the call. A cancellation is raised even if the SDK swallows it, as E2B's transport
+    does in about one of five calls: the cancelled task would go on."""
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
     try:

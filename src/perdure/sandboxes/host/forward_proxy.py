@@ -43,7 +43,7 @@ HELLO_BYTES, HELLO_PIECES = 16 << 10, 64
 """Most of a TLS handshake's first message, and most reads that it may take: each reads it again."""
 _CONTROL = re.compile(rb"[\r\n\0]")
 _FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:")
-"""Begins a header field. Servers read others, such as `Host :` and continued lines, in several ways."""
+"""Begins a valid header field. Servers differ in how they read other lines, such as `Host :`."""
 _NOT_PASSED = (
     b"proxy-", b"connection:", b"keep-alive:", b"host:", b"content-length:", b"transfer-encoding:"
 )  # fmt: skip

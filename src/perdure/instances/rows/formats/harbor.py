@@ -3,8 +3,8 @@ solution/.
 
 The image is the task's `docker_image`, or is built from its Dockerfile. Its tree becomes a
 repository of one commit, so that the agent's change is a diff. Tests of a `separate` verifier see
-the artifacts in their own environment. Others run in the agent's sandbox or, if they reach other
-hosts than the agent, in a fresh one with its diff and artifacts. A task that needs unsupported
+the artifacts in their own environment. Others run in the agent's sandbox or, if agent and tests may
+reach different hosts, in a fresh one with its diff and artifacts. A task that needs unsupported
 features is refused, with all of them in one message. `network_mode = "public"`,
 Harbor's default, permits a network; Perdure gives none. With "allowlist", agent and tests reach the
 listed hosts, if the worker's settings permit them.
@@ -314,8 +314,8 @@ def _artifact_excludes(task: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _sidecar_artifacts(task: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Service -> path -> patterns. As in Harbor, one whose place overlaps an earlier one's is left out,
-    and those of the agent's container are the first."""
+    """Service -> path -> patterns. As in Harbor, artifacts of the agent's container come first, and one
+    whose place overlaps an earlier one's is left out."""
     every = _artifacts(task)
     taken = [ARTIFACTS_FOLDER.strip("/"), *(one.place for one in every if one.service == MAIN)]
     found: dict[str, dict[str, tuple[str, ...]]] = {}

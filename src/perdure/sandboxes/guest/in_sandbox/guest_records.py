@@ -67,7 +67,7 @@ def process_of(folder: str) -> tuple[int, str] | None:
 
 def kept_process(name: str) -> tuple[int, str] | None:
     """`resident.lock`: the process that answers orders, as `guest_entry` wrote it. `forwarder`: the
-    one that leads to the listed hosts, as `container_init` wrote it."""
+    one that forwards to the proxy of the listed hosts, as `container_init` wrote it."""
     try:
         with open(files.state(name)) as file:
             fields = file.read().split()

@@ -48,11 +48,11 @@ class SnapshotBuild:
     resources: "Resources"
     log: list[str] = field(default_factory=list)
     is_followed: bool = False
-    """The snapshot's state tells how this build goes, not how an earlier one ended."""
+    """Whether the snapshot's state is that of this build, and not the end of an earlier one."""
 
     async def ended(self) -> "Snapshot":
-        """The snapshot in its final state. Raises: the SDK's errors; ControlPlaneError if it changes
-        under us; InstanceError if the build context lacks a file."""
+        """The snapshot in its final state. Raises: the SDK's errors; ControlPlaneError if it is
+        being removed, or another host is creating it; InstanceError if the build context lacks a file."""
         service = await client()
         snapshot = await self._found()
         while snapshot is not None and (state := _state(snapshot)) != "active":

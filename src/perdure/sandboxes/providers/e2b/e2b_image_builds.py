@@ -194,7 +194,7 @@ def _cpus(wanted: float) -> int:
 
 def _template(context: Path) -> "TemplateBuilder":
     """The Dockerfile in the SDK's form. Raises: ValueError, for example for what E2B would build
-    otherwise than Docker; SandboxException; OSError."""
+    differently from Docker; SandboxException; OSError."""
     from e2b import AsyncTemplate
     from e2b_dockerfile_utils import parse_dockerfile_ast
 
