@@ -42,6 +42,8 @@ RECORDS = os.environ.get("PERDURE_TEST_HARBOR") == "record"
 BATCH = 8
 """Tasks that are recorded together."""
 FRESH = ("agent-timeout", "collect-separate", "left-running")
+ROW_HOSTS = "a.example,*.b.example,192.0.2.0/24,2001:db8::1"
+"""All that the tasks list. By default, Perdure refuses a task that lists hosts, and names this setting."""
 TASK = {task.name: task for task in TASKS}
 
 
@@ -58,6 +60,7 @@ def harbor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harbor]:
         harbor_oracle.make_images(address, docker_engine.IMAGE, folder / "images")
         patch.setenv("DOCKER_HOST", address)
         patch.setenv("PERDURE_DOCKER__IMAGE", docker_engine.IMAGE)  # runs the proxy of builds
+        patch.setenv("PERDURE_SANDBOX__ROW_HOSTS", ROW_HOSTS)
         if RECORDS:
             _record(found)
             pytest.skip(

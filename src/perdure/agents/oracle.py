@@ -6,7 +6,7 @@ from typing import ClassVar
 from perdure.agents import agent_options
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.errors import InstanceError
-from perdure.sandboxes.base import Mount
+from perdure.sandboxes.base import ExecState, Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
@@ -40,4 +40,7 @@ class Oracle:
         return Launch(argv=argv, files={GOLD: task.instance.gold_patch})
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED
+        status = evidence.status
+        if status.state is ExecState.KILLED and status.cause == "timeout":
+            return AgentEnd.LIMIT
+        return AgentEnd.FINISHED if status.ok else AgentEnd.CRASHED

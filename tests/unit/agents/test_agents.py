@@ -98,6 +98,13 @@ def test_agents_without_a_model_are_judged_by_their_exit(agent: Agent) -> None:
     assert agent.classify(evidence(failed, turns=0)) is AgentEnd.CRASHED
 
 
+def test_what_a_solution_did_within_its_time_is_graded() -> None:
+    """As in Harbor."""
+    late = ExecStatus(ExecState.KILLED, cause="timeout")
+
+    assert Oracle().classify(evidence(late, turns=0)) is AgentEnd.LIMIT
+
+
 def test_only_mini_swe_agent_sees_the_session_key_in_its_environment() -> None:
     """The key is only in the environment, because files and argv are stored as evidence, and its commands
     get an empty one."""
