@@ -24,7 +24,7 @@ from tests.integration.one_row import ROW, save_row
 
 CALLS = """
 import json, sys, urllib.request
-body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "x"}})
+body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}})
 headers = {"authorization": "Bearer " + sys.argv[2], "content-type": "application/json"}
 print(urllib.request.urlopen(urllib.request.Request(sys.argv[1], body.encode(), headers)).read())
 """
@@ -32,7 +32,7 @@ DEAD = {"url": "http://127.0.0.1:1/mcp"}
 
 
 class ToolAgent(CommandAgent):
-    """It calls a tool of the server `docs`, and no model."""
+    """It opens a session at the server `docs`, as each client does first, and calls no model."""
 
     name: ClassVar[str] = "tool_agent"
     needs_model: ClassVar[bool] = True
