@@ -342,6 +342,8 @@ def write_task(folder: Path, mode: str, artifacts: str) -> Path:
     }
     if mode == "separate":
         files["tests/Dockerfile"] = f"FROM {BASE}\n\nWORKDIR /app\n\nCOPY . /tests/\n"
+    else:  # the oracle's folder is still there, as in Harbor
+        files["tests/test.sh"] = TEST.replace("! -e", "-e")
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
