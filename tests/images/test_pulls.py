@@ -4,6 +4,7 @@ The registry is Debian's docker-registry. Refusals by rate and outages come from
 """
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import tarfile
@@ -163,6 +164,21 @@ async def test_image_of_another_architecture_is_refused_before_a_sandbox_boots(
     assert await here.boxes() == []
 
 
+def _foreign_archive(folder: Path) -> str:
+    """IMAGE as `docker load` reads it: some versions of `docker import` ignore `--platform`."""
+    layer = Path(_archive_of_a_folder(folder))
+    digest = f"sha256:{hashlib.sha256(layer.read_bytes()).hexdigest()}"
+    rootfs = {"type": "layers", "diff_ids": [digest]}
+    config = {"architecture": FOREIGN, "os": "linux", "config": {}, "rootfs": rootfs}
+    manifest = [{"Config": "config.json", "RepoTags": [IMAGE], "Layers": [layer.name]}]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with tarfile.open(folder / "foreign.tar", "w") as archive:
+        for name in ("manifest.json", "config.json", layer.name):
+            archive.add(folder / name, name)
+    return str(folder / "foreign.tar")
+
+
 def _archive_of_a_folder(folder: Path) -> str:
     with tarfile.open(folder / "image.tar", "w") as archive:
         archive.add(folder, "opt", recursive=False)
@@ -262,8 +278,7 @@ async def test_docker_names_an_image_of_another_architecture(
     docker: Callable[[str], DockerProvider], docker_address: str, tmp_path: Path
 ) -> None:
     """As podman does, before a container is made."""
-    platform, archive = f"linux/{FOREIGN}", _archive_of_a_folder(tmp_path)
-    docker_engine.docker(docker_address, "import", "--platform", platform, archive, IMAGE)
+    docker_engine.docker(docker_address, "load", "--input", _foreign_archive(tmp_path))
     try:
         with pytest.raises(InstanceError, match=f"toy/add:1' is for {FOREIGN}"):
             await docker("localhost:1").create(SPEC, "box")
