@@ -43,9 +43,11 @@ class Podman:
         }
 
     def trust(self, addresses: Sequence[str]) -> None:
-        """Ask these registries over plain HTTP."""
+        """Ask these registries, too, over plain HTTP."""
+        file = self.folder / "registries.conf"
+        known = file.read_text() if file.exists() else ""
         texts = [INSECURE.format(address=address) for address in addresses]
-        (self.folder / "registries.conf").write_text("".join(texts))
+        file.write_text(known + "".join(text for text in texts if text not in known))
 
     def __call__(self, *arguments: str) -> str:
         done = self._run(arguments)
