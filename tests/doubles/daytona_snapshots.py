@@ -110,6 +110,8 @@ class DaytonaSnapshots(Double):
             for step in self._steps(info) if state == "active" else []:
                 made["log"].append(f"Step : {step.kind} {' '.join(step.args)}")
                 code = await run_step(box, step, context, made["log"].append)
+                if code is None:
+                    return  # the box was killed, and its killer decides what becomes of the build
                 if code != 0:
                     state = "build_failed"
                     reason = (

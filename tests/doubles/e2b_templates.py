@@ -158,6 +158,8 @@ class E2BTemplates(Double):
             for number, step in enumerate(self._steps(build), 1):
                 said(f"[{number}] {step.kind} {' '.join(step.args)}")
                 code = await run_step(box, step, context, said)
+                if code is None:
+                    return  # the box was killed, and its killer decides what becomes of the build
                 if code != 0:
                     reason = f"failed to run command '{step.args[0]}': exit status {code}"
                     self._end_build(build, "error", reason, str(number))
