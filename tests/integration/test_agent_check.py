@@ -38,7 +38,9 @@ def test_the_printed_agent_passes_its_printed_test(folder: Path) -> None:
     lines = [
         (folder / name).read_text().count("\n") for name in ("my_agents.py", "test_my_agents.py")
     ]
-    done = run(folder, "pytest", "-q", "-p", "no:cacheprovider", "test_my_agents.py")
+    # Its own folder: otherwise this `pytest` first removes what earlier runs have left.
+    own = ("-p", "no:cacheprovider", "--basetemp", str(folder / "pytest"))
+    done = run(folder, "pytest", "-q", *own, "test_my_agents.py")
 
     assert lines[0] <= 60
     assert lines[1] <= 10
