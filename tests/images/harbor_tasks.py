@@ -246,6 +246,7 @@ TASKS = (
     Task("old-memory", '[environment]\nmemory = "1G"\nstorage = "2G"\n'),
     Task("gpus", '[environment]\ngpus = 0\ngpu_types = ["H100"]\n', keys=("environment.gpus", "environment.gpu_types")),
     Task("os", '[environment]\nos = "Linux"\n', keys=("environment.os",)),
+    Task("skills", '[environment]\nskills_dir = "/skills"\n', keys=("environment.skills_dir",)),
     Task(
         "mcp-servers",
         '[[environment.mcp_servers]]\nname = "notes"\ntransport = "stdio"\ncommand = "true"\nargs = ["-x"]\n',

@@ -173,7 +173,6 @@ def test_the_tasks_are_decided_by_what_the_agent_did(
 REFUSED = {
     "steps": '[[steps]]\nname = "a"\n',
     "environment.tpu": '[environment]\ntpu = {type = "v6e", topology = "2x2"}\n',
-    "environment.skills_dir": '[environment]\nskills_dir = "/skills"\n',
     "verifier.environment.tpu": '[verifier.environment]\ntpu = {type = "v6e", topology = "2x2"}\n',
     "verifier.environment.skills_dir": '[verifier.environment]\nskills_dir = "/skills"\n',
     "verifier.environment.healthcheck": '[verifier.environment.healthcheck]\ncommand = "true"\n',

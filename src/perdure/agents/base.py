@@ -99,6 +99,14 @@ class UsesMcpServers(Protocol):
 
 
 @runtime_checkable
+class UsesSkills(Protocol):
+    """An agent that reads skills. Runs of tasks with skills refuse others."""
+
+    skills_folder: ClassVar[str]
+    """Where it looks for them in the sandbox. They are there when it starts."""
+
+
+@runtime_checkable
 class TakesMessages(Protocol):
     """An agent that tells the host when its turn ends, and then waits for the user's next message, as
     `user_messages` describes. Runs with a user refuse others."""

@@ -38,6 +38,13 @@ COMMAND_ENV = f"{HOME}/command-env.sh"
 MCP_CONFIG = f"{HOME}/mcp.json"
 TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 """Without WebFetch and WebSearch, because sandboxes reach no web hosts."""
+SKILL_TOOL = "Skill"
+"""The tool that reads a skill; only tasks with skills have it."""
+SKILLS_ONLY = {
+    "CLAUDE_CODE_DISABLE_BUNDLED_SKILLS": "1",
+    "SLASH_COMMAND_TOOL_CHAR_BUDGET": "8000",  # its default depends on the context window
+}
+"""Names all skills of the task in the prompt, with their descriptions, and none of Claude Code's."""
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
 """Values of `terminal_reason` for a limit, as opposed to an answer or an error."""
 CUT_OFF = re.compile(r"exceeded the \d+ output token maximum")
@@ -60,6 +67,7 @@ class ClaudeCode:
     name: ClassVar[str] = "claude_code"
     needs_model: ClassVar[bool] = True
     uses_mcp_servers: ClassVar[bool] = True
+    skills_folder: ClassVar[str] = f"{HOME}/.claude/skills"
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -80,7 +88,7 @@ class ClaudeCode:
                 f"Node's tarball in {npm_packages.variable('node')} (SWE_HOST_NODE_TARBALL), or the native package "
                 f"@anthropic-ai/claude-code-linux-x64; {error}"
             ) from error
-        start = await tool_cache.built(tools, "claude_code_on_node", ON_NODE, _write_start)
+        start = await tool_cache.start_script(tools, "claude_code_on_node", "claude", ON_NODE)
         return (
             Mount(source=start, target=MOUNT),
             Mount(source=folder, target=PACKAGE),
@@ -114,22 +122,19 @@ class ClaudeCode:
         return AgentEnd.CRASHED
 
 
-def _write_start(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "claude").write_text(ON_NODE)
-    (folder / "claude").chmod(0o755)
-
-
 def _flags(task: AgentTask, chosen: ClaudeCodeOptions) -> tuple[str, ...]:
     headless_flags = ("-p", "--output-format", "stream-json", "--verbose")
-    alone = ("--disable-slash-commands", "--strict-mcp-config", "--setting-sources", "user")
+    has_skills = bool(task.instance.skills_dir)
+    tools = (*chosen.tools, SKILL_TOOL) if has_skills else chosen.tools
+    no_skills = () if has_skills else ("--disable-slash-commands",)
+    alone = (*no_skills, "--strict-mcp-config", "--setting-sources", "user")
     turns = ("--max-turns", str(chosen.max_turns)) if chosen.max_turns else ()
     agents = ("--agents", json.dumps(chosen.agents)) if chosen.agents else ()
     return (
         *headless_flags,
         "--dangerously-skip-permissions",
         *("--session-id", _session_id(task)),
-        *("--tools", ",".join(chosen.tools)),
+        *("--tools", ",".join(tools)),
         *("--mcp-config", MCP_CONFIG),
         *turns,
         *agents,
@@ -189,6 +194,7 @@ def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
     return {
         **dict.fromkeys(switched_on, "1"),
         **(dict.fromkeys(("MCP_TIMEOUT", "MCP_TOOL_TIMEOUT"), longest) if task.mcp_servers else {}),
+        **(SKILLS_ONLY if task.instance.skills_dir else {}),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it adds a system text that differs per chain
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(chosen.answer(task)),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(chosen.window(task)),

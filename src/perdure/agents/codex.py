@@ -29,6 +29,7 @@ class Codex:
     name: ClassVar[str] = "codex"
     needs_model: ClassVar[bool] = True
     uses_mcp_servers: ClassVar[bool] = True
+    skills_folder: ClassVar[str] = f"{HOME}/.agents/skills"
     artifacts: ClassVar[tuple[str, ...]] = (LAST_MESSAGE,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:

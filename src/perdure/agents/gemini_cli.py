@@ -52,6 +52,7 @@ class GeminiCli:
     name: ClassVar[str] = "gemini_cli"
     needs_model: ClassVar[bool] = True
     uses_mcp_servers: ClassVar[bool] = True
+    skills_folder: ClassVar[str] = f"{HOME}/.gemini/skills"
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:

@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages, prompt_template
+from perdure.agents import (
+    agent_options,
+    headless_cli,
+    mcp_config,
+    npm_packages,
+    prompt_template,
+    tool_cache,
+)
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
@@ -18,6 +25,11 @@ from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/opencode"
+PACKAGE, RIPGREP = "/opt/opencode-package", "/opt/ripgrep"
+WITH_RIPGREP = f"""#!/bin/sh
+PATH="$PATH:{RIPGREP}/bin" exec {PACKAGE}/bin/opencode "$@"
+"""
+"""Its tools `grep`, `glob`, and `skill` need ripgrep, which it would download from GitHub."""
 CONFIG = f"{HOME}/opencode.json"
 KEY = f"{HOME}/session-key"
 """The file of the session key. Commands would inherit a variable."""
@@ -39,11 +51,20 @@ class Opencode:
     name: ClassVar[str] = "opencode"
     needs_model: ClassVar[bool] = True
     uses_mcp_servers: ClassVar[bool] = True
+    skills_folder: ClassVar[str] = f"{HOME}/.config/opencode/skills"
     artifacts: ClassVar[tuple[str, ...]] = (CONFIG,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        folder = await npm_packages.installed(tools, self.name, settings.opencode_tarball)
-        return (Mount(source=folder, target=MOUNT),)
+        package = await npm_packages.installed(tools, self.name, settings.opencode_tarball)
+        ripgrep = await npm_packages.installed(tools, "ripgrep", settings.ripgrep_tarball)
+        start = await tool_cache.start_script(
+            tools, "opencode_with_ripgrep", "bin/opencode", WITH_RIPGREP
+        )
+        return (
+            Mount(source=start, target=MOUNT),
+            Mount(source=package, target=PACKAGE),
+            Mount(source=ripgrep, target=RIPGREP),
+        )
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = agent_options.parse(self.name, OpencodeOptions, task.options)

@@ -34,6 +34,7 @@ class QwenCode:
     name: ClassVar[str] = "qwen_code"
     needs_model: ClassVar[bool] = True
     uses_mcp_servers: ClassVar[bool] = True
+    skills_folder: ClassVar[str] = f"{HOME}/.qwen/skills"
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:

@@ -38,6 +38,18 @@ async def built(tools: Path, name: str, recipe: str, build: Callable[[Path], Non
     return folder
 
 
+async def start_script(tools: Path, name: str, program: str, script: str) -> Path:
+    """A finished folder with one executable file, the script, at `program`."""
+
+    def write(folder: Path) -> None:
+        file = folder / program
+        file.parent.mkdir(parents=True)
+        file.write_text(script)
+        file.chmod(0o755)
+
+    return await built(tools, name, f"{program} {script}", write)
+
+
 def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "wb") as lock:

@@ -7,6 +7,7 @@ import signal
 import time
 
 from perdure import tracing
+from perdure.agents import skills
 from perdure.agents.base import EXEC_ID
 from perdure.data_source_handlers import runs_own_agent
 from perdure.errors import (
@@ -175,7 +176,9 @@ async def stop_calls(job: Job) -> None:
 async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
     await _check_mcp_programs(job, sandbox)
     key = session.key if session else ""
-    launch = job.agent.launch(job.task(workdir=sandbox.workdir, gateway_url=url, session_key=key))
+    launch = skills.launch(
+        job.agent, job.task(workdir=sandbox.workdir, gateway_url=url, session_key=key)
+    )
     for path, content in launch.files.items():  # they may contain the key
         await sandbox.put(path, content, mode=0o600)
     await sandbox.start(

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic import JsonValue
 
-from perdure.agents import mcp_config
+from perdure.agents import mcp_config, skills
 from perdure.agents.base import install
 from perdure.client.request_comparison import Identity
 from perdure.data_source_handlers import AgentHandler, runs_own_agent
@@ -320,6 +320,7 @@ async def _refuse_what_cannot_run(job: Job) -> None:
     phase_specs.check(job.request, instance, services.provider)
     services.reach(job.agent_sandbox.placement.provider)
     mcp_config.check(job.request.agent, job.agent, job.mcp_servers)
+    skills.check(job.request.agent, job.agent, instance)
     await check_user(job)
     _check_mcp_hosts(job)
     for phase in phase_specs.PHASES:

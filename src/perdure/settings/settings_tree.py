@@ -297,6 +297,8 @@ class AgentSettings(Group):
     """npm package of Codex."""
     opencode_tarball: Path | None = None
     """npm package of OpenCode."""
+    ripgrep_tarball: Path | None = None
+    """npm package of ripgrep, for OpenCode."""
     qwen_code_tarball: Path | None = None
     """npm package of Qwen Code."""
     gemini_cli_tarball: Path | None = None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from perdure.agents import user_messages
+from perdure.agents import skills, user_messages
 from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence, install
 from perdure.episodes import trajectory_segments, turns_parquet
 from perdure.errors import NotFound
@@ -311,7 +311,7 @@ class Stand:
 async def _to_the_end(
     agent: Agent, task: AgentTask, sandbox: Sandbox, messages: Sequence[str]
 ) -> ExecStatus:
-    launch = agent.launch(task)
+    launch = skills.launch(agent, task)
     for path, content in launch.files.items():
         await sandbox.put(path, content, mode=0o600)
     await sandbox.start(EXEC_ID, Exec(launch.argv, env=launch.env, timeout_s=task.budget_s))

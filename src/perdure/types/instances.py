@@ -240,6 +240,9 @@ class Instance(Frozen):
     mcp_servers: McpServers = Field(default_factory=dict)
     """Servers whose tools the agent may call. The worker's settings must allow the hosts of those
     that are not in the sandbox."""
+    skills_dir: str = ""
+    """The folder of the task's skills in the sandbox, if it has any. Relative to the workdir, or
+    absolute."""
     user: SimulatedUser | None = None
     """Who writes the messages after the task. Hidden from the agent's sandbox."""
     created_at: str | None = None

@@ -96,7 +96,7 @@ def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
         ("\n[more]\na = 1\n", "`more`"),
         ("\n[environment.healthcheck]\nretries = 2.5\n", "`environment.healthcheck`: retries"),
         ("gpus = 100\n", "`environment.gpus`: 'any:100'"),
-        ('skills_dir = "/s"\n', "`environment.skills_dir`: COPY the skills"),
+        ("skills_dir = 3\n", "skills_dir"),
         ('os = "windows"\n', "`environment.os = 'windows'`, only 'linux'"),
         ('network_mode = "private"\n', "only 'public' and 'no-network' and 'allowlist'"),
         ('allowed_hosts = ["a.example"]\n', "`environment.allowed_hosts` needs `network_mode"),
@@ -176,6 +176,12 @@ transport = "stdio"
 command = "calculator"
 args = ["--exact"]
 """
+
+
+def test_the_folder_of_skills_is_read(tmp_path: Path) -> None:
+    instance = read(write_harbor(tmp_path / "add", "img:1", more='skills_dir = "/skills"\n'))
+
+    assert instance.skills_dir == "/skills"
 
 
 def test_mcp_servers_are_read(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ ENVIRONMENT_KEYS = (
     "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
     "storage_mb storage allow_internet network_mode allowed_hosts gpus gpu_types"
 )
-AGENT_KEYS = "mcp_servers healthcheck"
+AGENT_KEYS = "mcp_servers healthcheck skills_dir"
 """Keys of `environment` that a separate verifier's does not have."""
 SERVERS = TypeAdapter(McpServers)
 COMPOSED = {"environment": "environment", "tests": "verifier.environment"}
@@ -86,7 +86,6 @@ SUPPORTED_KEYS: Mapping[str, str] = {
 """Supported keys, by table. `task` and `metadata` describe the task and may hold anything."""
 REASONS: Mapping[str, str] = {
     "steps": "a rollout has one instruction and one verdict",
-    "environment.skills_dir": "COPY the skills to where the agent looks for them",
     "environment.tpu": "no sandbox has one",
     "verifier.environment.tpu": "no sandbox has one",
     "verifier.environment.healthcheck": "Harbor ignores it too: remove it",
@@ -137,6 +136,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         sidecar_artifacts=_sidecar_artifacts(task),
         agent_timeout_s=tables["agent"].get("timeout_sec"),
         mcp_servers=_mcp_servers(tables["environment"])[0],
+        skills_dir=tables["environment"].get("skills_dir", ""),
         phases=_phases(tables),
         metadata={PERMITS_NETWORK: True} if "public" in _networks(tables) else {},
     )

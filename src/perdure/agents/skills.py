@@ -1,0 +1,43 @@
+"""The skills of a task: folders with a `SKILL.md` each, which an agent may read when it needs them.
+
+Each agent looks for skills in its own home. They are copied there from the task's image right before
+the agent starts, as Harbor 0.26 does.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from perdure import variant_registry
+from perdure.agents.base import Agent, AgentTask, Launch, UsesSkills
+from perdure.errors import ConfigurationError
+from perdure.types import Instance
+
+COPY = 'mkdir -p "$1" && cp -R "$2"/* "$1"; shift 2; exec "$@"'
+"""As in Harbor, the agent starts without skills if there are none; `cp` says so on its standard
+error."""
+
+
+def launch(agent: Agent, task: AgentTask) -> Launch:
+    """The agent's own launch, after its skills were copied. Raises: as `Agent.launch`."""
+    own = agent.launch(task)
+    skills = task.instance.skills_dir
+    if not skills or not isinstance(agent, UsesSkills):
+        return own
+    copied = ("/bin/sh", "-c", COPY, "sh", agent.skills_folder, skills)
+    return replace(own, argv=(*copied, *own.argv))
+
+
+def check(name: str, agent: Agent, instance: Instance) -> None:
+    """Raises: ConfigurationError if the task has skills and the agent calls a model but reads none."""
+    if instance.skills_dir and agent.needs_model and not isinstance(agent, UsesSkills):
+        raise ConfigurationError(
+            f"{instance.ref} has skills in {instance.skills_dir}, but agent {name!r} reads none: "
+            f"choose one of {', '.join(_reading())}"
+        )
+
+
+def _reading() -> Iterable[str]:
+    for name in variant_registry.AGENTS:
+        agent = variant_registry.load("agent", variant_registry.AGENTS, name)
+        if isinstance(agent(), UsesSkills):
+            yield name
