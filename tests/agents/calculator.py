@@ -2,12 +2,13 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.agents import tool_cache
+from perdure.agents.base import Agent, AgentTask, Launch
 from perdure.python_interpreters import find_uv
 from perdure.sandboxes.base import Mount
 from perdure.types import McpServer
@@ -38,6 +39,33 @@ def mounts(sdk: Path) -> tuple[Mount, ...]:
 def on_stdio() -> McpServer:
     program = f"{MOUNT}-program/{PROGRAM.name}"
     return McpServer.model_validate({"command": f"{MOUNT}/bin/python", "args": ["-I", program]})
+
+
+PORT_INSIDE = 8123
+START_INSIDE = f"""
+PORT={PORT_INSIDE} {MOUNT}/bin/python -I {MOUNT}-program/{PROGRAM.name} "$0" >/tmp/calculator-port &
+until [ -s /tmp/calculator-port ]; do sleep 0.1; done
+exec "$@"
+"""
+
+
+def beside(agent: Agent, kind: str) -> Agent:
+    """The agent, with a server in its sandbox that starts first, without a token. `mounts` must be
+    there."""
+    own: Callable[[AgentTask], Launch] = agent.launch
+
+    def launch(task: AgentTask) -> Launch:
+        found = own(task)
+        return replace(found, argv=("sh", "-c", START_INSIDE, kind, *found.argv))
+
+    agent.launch = launch  # type: ignore[method-assign]
+    return agent
+
+
+def in_sandbox(kind: str) -> McpServer:
+    """The server that starts beside an agent."""
+    url = f"http://127.0.0.1:{PORT_INSIDE}/{'sse' if kind == 'sse' else 'mcp'}"
+    return McpServer.model_validate({"type": kind, "url": url, "in_sandbox": True})
 
 
 @dataclass

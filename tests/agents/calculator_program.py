@@ -4,7 +4,7 @@
     python calculator_program.py http TOKEN      # streamable HTTP; prints its port, wants the token
     python calculator_program.py sse TOKEN       # the older transport
 
-A client with another token gets 401.
+A client with another token gets 401. Without TOKEN, one with any token gets 401.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ def die() -> str:
 def guarded(app: Any, token: str) -> Callable[..., Awaitable[None]]:
     async def call(scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
-        if scope["type"] == "http" and headers.get(b"authorization") != b"Bearer " + token.encode():
+        expected = b"Bearer " + token.encode() if token else None
+        if scope["type"] == "http" and headers.get(b"authorization") != expected:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b""})
             return
@@ -64,7 +65,7 @@ def guarded(app: Any, token: str) -> Callable[..., Awaitable[None]]:
     return call
 
 
-def serve(kind: str, token: str) -> None:
+def serve(kind: str, token: str = "") -> None:
     listener = socket.create_server(("127.0.0.1", int(os.environ.get("PORT", "0"))))
     print(listener.getsockname()[1], flush=True)
     app = guarded(server.sse_app() if kind == "sse" else server.streamable_http_app(), token)

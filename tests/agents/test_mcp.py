@@ -53,6 +53,14 @@ async def played(stand: Stand, case: Case, kind: str, *tools: dict[str, Any]) ->
     ]
     scripts = script(*opening, *named, DONE, match="calc.py")
     sdk = await calculator.installed(stand.tools)
+    if kind.startswith("inside "):
+        kind = kind.removeprefix("inside ")
+        servers = {"calc": calculator.in_sandbox(kind)}
+        mounted, options = calculator.mounts(sdk), case.options
+        agent = calculator.beside(agent, kind)
+        return await stand.run(
+            agent, scripts, mcp_servers=servers, mounted=mounted, options=options
+        )
     if kind == "stdio":
         servers = {"calc": calculator.on_stdio()}
         mounted, options = calculator.mounts(sdk), case.options
@@ -104,6 +112,25 @@ async def _adds_and_fails(stand: Stand, case: Case, kind: str) -> None:
 async def test_a_tool_on_stdio(stand: Stand, case: Case) -> None:
     """The agent starts the server in its sandbox."""
     run = await played(stand, case, "stdio", call("add", a=20, b=22))
+
+    assert run.end is AgentEnd.FINISHED, run.said
+    assert "the sum is 42" in seen(run), run.said
+
+
+@every_agent
+async def test_a_tool_of_the_sandbox(stand: Stand, case: Case) -> None:
+    """A server that needs no key, such as a sidecar's, gets none."""
+    run = await played(stand, case, "inside http", call("add", a=20, b=22))
+
+    assert run.end is AgentEnd.FINISHED, run.said
+    assert "the sum is 42" in seen(run), run.said
+    run.assert_token_exact()
+
+
+@pytest.mark.parametrize("case", [*CASES[:1], *CASES[2:6], CASES[6], CASES[8]], ids=label)
+async def test_a_tool_of_the_sandbox_over_sse(stand: Stand, case: Case) -> None:
+    """Codex, which does not speak it, is refused before the sandbox boots."""
+    run = await played(stand, case, "inside sse", call("add", a=20, b=22))
 
     assert run.end is AgentEnd.FINISHED, run.said
     assert "the sum is 42" in seen(run), run.said

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,11 @@ from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.sandboxes.sidecar_boot import SidecarFailed
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Grade, Healthcheck, Limits, RolloutRequest, SharedFolder, Sidecar
 from tests.checkout_paths import ROOT
-from tests.images import debian
+from tests.images import debian, sidecar_mcp
 from tests.images.podman_storage import Podman
 
 IMAGE = "localhost/perdure-test/redis:1"
@@ -334,7 +336,7 @@ async def imported(services: Services, folder: Path, mode: str, collected: str =
 
 def attempt_of(engine: Engine, ref: str, agent: str) -> Attempt:
     request = RolloutRequest(
-        run_id=agent, instance=ref, agent=agent, sandbox=engine.provider.name
+        run_id=agent.rpartition(":")[2], instance=ref, agent=agent, sandbox=engine.provider.name
     ).model_copy(update={"grade_empty_patch": True})
     return Attempt(request=request, attempt=1, workflow_run_id="00000000")
 
@@ -377,6 +379,76 @@ async def test_a_separate_verifier_sees_what_a_sidecar_leaves(
 
     assert (gold.outcome, gold.reward, gold.reason) == ("resolved", 1.0, "")
     assert (nothing.outcome, nothing.reward) == ("unresolved", 0.0)
+
+
+@pytest.fixture
+async def gateway_services(engine: Engine, tmp_path: Path) -> AsyncIterator[Services]:
+    """With a gateway and an engine, for agents that need a model."""
+    home = tmp_path / "home"
+    async with (
+        ScriptedEngine() as scripted,
+        LocalGateway(home, engine={"url": scripted.url, "kind": "vllm"}) as gateway,
+    ):
+        settings = {
+            "home": home,
+            "engine": {"url": scripted.url, "kind": "vllm"},
+            "gateway": {"url": gateway.url},
+            "sandbox": {"row_hosts": "a.example"},
+        }
+        found = Services(Settings.model_validate(settings))
+        yield found
+        await found.gateway.aclose()
+
+
+def with_mcp(folder: Path, networks: str) -> None:
+    """A task whose sidecar is an MCP server. `networks`: lines of its table `environment`."""
+    files = {
+        "task.toml": TASK.format(mode="shared", image=IMAGE) + networks + sidecar_mcp.CONFIG,
+        "instruction.md": "Ask the vault for the word.\n",
+        "environment/docker-compose.yaml": f"services: {{vault: {{image: '{IMAGE}', "
+        'command: [python3, /srv/vault.py], volumes: ["./vault.py:/srv/vault.py:ro"]}}\n',
+        "environment/vault.py": sidecar_mcp.SERVER,
+        "tests/test.sh": f"#!/bin/bash\n{sidecar_mcp.TEST}echo $good >/logs/verifier/reward.txt\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+LISTED = 'network_mode = "allowlist"\nallowed_hosts = ["a.example"]\n'
+
+
+@pytest.mark.parametrize("networks", ["", LISTED], ids=["plain", "allowlist"])
+async def test_an_agent_calls_the_tool_of_a_sidecar(
+    engine: Engine,
+    gateway_services: Services,
+    tmp_path: Path,
+    networks: str,
+) -> None:
+    """As Harbor's tasks name their servers. It goes there without the gateway and without a proxy."""
+    with_mcp(tmp_path / "task", networks)
+    (ref,) = (await import_rows(gateway_services.store, tmp_path / "task")).refs
+    agent = f"{sidecar_mcp.__name__}:ToolCaller"
+    grade = await played(gateway_services, attempt_of(engine, ref, agent))
+
+    assert (grade.outcome, grade.reward, grade.reason) == ("resolved", 1.0, "")
+    assert engine.containers() == []
+
+
+async def test_a_sidecars_dead_server_leaves_no_verdict(
+    engine: Engine, gateway_services: Services, tmp_path: Path
+) -> None:
+    """Its tool was gone while the agent ran, so its attempt says so and is not graded."""
+    with_mcp(tmp_path / "task", "")
+    (ref,) = (await import_rows(gateway_services.store, tmp_path / "task")).refs
+    attempt = attempt_of(engine, ref, f"{sidecar_mcp.__name__}:ServerKiller")
+    stages = Stages(gateway_services)
+    await ActivityEnvironment().run(stages.boot, attempt)
+    run = await ActivityEnvironment().run(stages.run_agent, attempt)
+    await ActivityEnvironment().run(stages.destroy, attempt)
+
+    assert "MCP server 'vault' at http://vault:8000/mcp ended while the agent ran" in run.broke
+    assert engine.containers() == []
 
 
 async def test_artifacts_of_a_sidecar_are_bounded_and_optional(engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """MCP servers in the stages of a rollout: what is refused before the agent starts, and how an agent
 ends whose server is dead."""
 
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from activities.rollout_activities import Stages
 from perdure.agents.base import AgentTask, Launch
 from perdure.gateway.mcp import mcp_proxy
 from perdure.rollouts.activity_messages import AgentRun, Attempt
+from perdure.rollouts.sandbox import task_mcp_servers
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import identity_of
 from perdure.settings.settings_tree import Settings
@@ -116,6 +118,36 @@ async def test_a_server_of_the_run_replaces_the_rows(home: Home) -> None:
     run = await home.run(await home.boot(of_row={"docs": DEAD}, of_run={"docs": other}))
 
     assert "at 127.0.0.1:2 cannot be reached" in run.broke
+
+
+async def test_a_silent_address_in_the_sandbox_is_named(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt ends before its agent starts, and another one may find the server there."""
+    monkeypatch.setattr(task_mcp_servers, "STARTS_S", 1)
+    attempt = await home.boot(of_row={"docs": {**DEAD, "in_sandbox": True}})
+
+    with pytest.raises(ApplicationError, match="for 1 s, nothing listened there") as lost:
+        await home.run(attempt)
+    assert lost.value.type == "SandboxLost"
+
+
+async def test_an_address_in_the_sandbox_is_waited_for(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may begin to listen after the first look, also on an IPv6 address."""
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::1", 0))
+        url = f"http://docs:{listener.getsockname()[1]}/mcp"
+        attempt = await home.boot(of_row={"docs": {"url": url, "in_sandbox": True}})
+
+        async def listen(_seconds: float) -> None:
+            listener.listen()
+
+        monkeypatch.setattr(task_mcp_servers, "sleep", listen)
+        run = await home.run(attempt)
+
+    assert "docs" not in run.broke
 
 
 async def test_a_program_that_the_sandbox_lacks_is_named(home: Home) -> None:

@@ -1,16 +1,20 @@
 """MCP servers as people write them: in a run's file, in a task, in a request."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perdure import variant_registry
 from perdure.agents.agent_validation import check_options
+from perdure.agents.codex import Codex
 from perdure.cli.runs import mcp_file
 from perdure.client.request_comparison import differences, outcome_fields
 from perdure.errors import ConfigurationError
 from perdure.types import McpServer, RolloutRequest
+from tests.unit.agents.headless_task import TASK
 
 HEADERS = {"Authorization": "Bearer ${DOCS}", "X-Team": "perdure"}
 DOCS = {"type": "http", "url": "https://docs.example/mcp", "headers": HEADERS}
@@ -89,6 +93,46 @@ def test_an_agent_without_mcp_is_refused_by_name() -> None:
     assert "agent 'aider' cannot use MCP servers (docs)" in str(caught.value)
     assert "claude_code, codex" in str(caught.value)
     check_options("oracle", {}, asked(docs=DOCS).mcp_servers)  # it calls no model
+
+
+INSIDE = {"type": "http", "url": "http://docs:8000/mcp", "in_sandbox": True}
+
+
+@pytest.mark.parametrize(
+    "name", ["claude_code", "codex", "gemini_cli", "qwen_code", "opencode", "openhands"]
+)
+def test_a_server_in_the_sandbox_gets_no_session_key(name: str) -> None:
+    """Its own address and headers are in the agent's settings. Whoever wrote its image could use the
+    key for model calls."""
+    agent = variant_registry.load("agent", variant_registry.AGENTS, name)()
+    server = McpServer.model_validate({**INSIDE, "headers": {"X-Team": "blue"}})
+    behind = McpServer.model_validate({"url": "https://other.example/mcp"})
+
+    def settings(**servers: McpServer) -> str:
+        launch = agent.launch(replace(TASK, mcp_servers=servers))
+        return "".join(file.decode() for file in launch.files.values())
+
+    without, written = settings(other=behind), settings(other=behind, docs=server)
+
+    assert "http://docs:8000/mcp" in written
+    assert "blue" in written
+    for key in ("Bearer", "bearer", TASK.session_key, "PERDURE_SESSION_KEY", f"{TASK.gateway_url}"):
+        assert written.count(key) == without.count(key)
+
+
+def test_codex_is_refused_where_it_cannot_speak() -> None:
+    server = McpServer.model_validate({**INSIDE, "type": "sse"})
+
+    with pytest.raises(ConfigurationError, match="'docs' in the sandbox speaks `sse`"):
+        Codex().launch(replace(TASK, mcp_servers={"docs": server}))
+
+
+def test_no_secret_enters_a_sandbox() -> None:
+    with_secret = asked(docs={**INSIDE, "headers": HEADERS}).mcp_servers
+    with pytest.raises(ConfigurationError, match="in the sandbox, which gets no secrets: remove"):
+        check_options("codex", {}, with_secret)
+
+    check_options("oracle", {}, with_secret)  # it calls no model
 
 
 def test_another_server_is_another_run() -> None:

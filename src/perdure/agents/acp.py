@@ -169,7 +169,7 @@ def _settings(task: AgentTask, chosen: AcpOptions, command: tuple[str, ...]) -> 
 def _refuse_hanging_servers(task: AgentTask, chosen: AcpOptions) -> None:
     """Raises: ConfigurationError."""
     for name, server in task.mcp_servers.items():
-        if chosen.server == "opencode" and not server.is_remote:
+        if chosen.server == "opencode" and not server.has_address:
             raise ConfigurationError(
                 f"MCP server {name!r}: as an Agent Client Protocol server, opencode hangs with servers "
                 "on stdio; use agent opencode, or serve it over HTTP"
@@ -178,9 +178,8 @@ def _refuse_hanging_servers(task: AgentTask, chosen: AcpOptions) -> None:
 
 def _mcp_server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     """A server as `session/new` takes it."""
-    if server.is_remote:
-        key = {"name": "Authorization", "value": f"Bearer {task.session_key}"}
-        url = mcp_config.url(task, name)
-        return {"type": "http", "name": name, "url": url, "headers": [key]}
+    if at := mcp_config.address(task, name, key=task.session_key):
+        headers = [{"name": header, "value": value} for header, value in at.headers.items()]
+        return {"type": at.transport, "name": name, "url": at.url, "headers": headers}
     env = [{"name": variable, "value": value} for variable, value in server.env.items()]
     return {"name": name, "command": server.command, "args": server.args, "env": env}

@@ -25,7 +25,7 @@ from perdure.agents.headless_cli import PROMPT
 from perdure.errors import MissingDependency, PerdureError
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/claude-code"
 PACKAGE, NODE = "/opt/claude-code-package", "/opt/claude-code-node"
@@ -169,13 +169,14 @@ def _connection(gateway_url: str, task: AgentTask, chosen: ClaudeCodeOptions) ->
 
 
 def _servers(task: AgentTask) -> dict[str, Any]:
-    key = {"Authorization": f"Bearer {task.session_key}"}  # it expands no variable of a credential
-    return {
-        name: {"type": "http", "url": mcp_config.url(task, name), "headers": key}
-        if server.is_remote
-        else {"command": server.command, "args": server.args, "env": server.env}
-        for name, server in task.mcp_servers.items()
-    }
+    return {name: _server(task, name, server) for name, server in task.mcp_servers.items()}
+
+
+def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
+    key = task.session_key  # it expands no variable of a credential
+    if at := mcp_config.address(task, name, key=key):
+        return {"type": at.transport, "url": at.url, "headers": dict(at.headers)}
+    return {"command": server.command, "args": server.args, "env": server.env}
 
 
 def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages, prompt_template
 from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
-from perdure.errors import AgentError
+from perdure.errors import AgentError, ConfigurationError
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, McpServer
@@ -104,8 +104,16 @@ def _configuration(
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     waits_s = int(mcp_config.wait_s(server))
     times = {"startup_timeout_sec": waits_s, "tool_timeout_sec": waits_s, "required": True}
-    if server.is_remote:
-        return {"url": mcp_config.url(task, name), "bearer_token_env_var": KEY, **times}
+    if server.is_behind_gateway:
+        url = mcp_config.gateway_url(task, name)
+        return {"url": url, "bearer_token_env_var": KEY, **times}
+    if server.type == "sse":
+        raise ConfigurationError(
+            f"MCP server {name!r} in the sandbox speaks `sse`, which codex does not: let it speak "
+            "streamable HTTP, or use another agent"
+        )
+    if server.has_address:
+        return {"url": server.url, "http_headers": server.headers, **times}
     return {"command": server.command, "args": server.args, **times}
 
 

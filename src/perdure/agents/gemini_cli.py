@@ -130,9 +130,9 @@ def _settings(task: AgentTask, chosen: GeminiCliOptions) -> dict[str, Any]:
 
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     common = {"timeout": int(1000 * mcp_config.wait_s(server)), "trust": True}
-    if server.is_remote:
-        key = {"Authorization": "Bearer ${GEMINI_API_KEY}"}
-        return {"httpUrl": mcp_config.url(task, name), "headers": key, **common}
+    if at := mcp_config.address(task, name, key="${GEMINI_API_KEY}"):
+        field = "url" if at.transport == "sse" else "httpUrl"
+        return {field: at.url, "headers": dict(at.headers), **common}
     return {"command": server.command, "args": server.args, "env": server.env, **common}
 
 

@@ -2,10 +2,12 @@
 
 The address of an `http` or `sse` server is the gateway's, which speaks streamable HTTP to agents. Its
 credential is the session key. The gateway calls the server itself, and bounds each call, so agents
-wait longer than the gateway does.
+wait longer than the gateway does. Servers in the sandbox have their own address, and no credential.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from perdure import variant_registry
 from perdure.agents.base import Agent, AgentTask, UsesMcpServers
@@ -17,9 +19,29 @@ GATEWAY_WAITS_S = 90.0
 dead."""
 
 
-def url(task: AgentTask, name: str) -> str:
-    """The server's address in the sandbox."""
+def gateway_url(task: AgentTask, name: str) -> str:
+    """The address of a server behind the gateway."""
     return f"{task.gateway_url}/v1/mcp/{name}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """How an agent reaches an `http` or `sse` server from its sandbox."""
+
+    url: str
+    transport: Literal["http", "sse"]
+    headers: Mapping[str, str]
+
+
+def address(task: AgentTask, name: str, *, key: str) -> Address | None:
+    """None for a server on stdio. `key`: the session key, as the agent's settings write it."""
+    server = task.mcp_servers[name]
+    if server.is_behind_gateway:
+        headers = {"Authorization": f"Bearer {key}"}
+        return Address(gateway_url(task, name), "http", headers)
+    if server.type == "stdio":
+        return None
+    return Address(server.url, server.type, server.headers)
 
 
 def wait_s(server: McpServer) -> float:
@@ -28,8 +50,16 @@ def wait_s(server: McpServer) -> float:
 
 
 def check(name: str, agent: Agent, servers: McpServers) -> None:
-    """Raises: ConfigurationError if the agent calls a model but cannot use MCP servers."""
-    if servers and agent.needs_model and not isinstance(agent, UsesMcpServers):
+    """Raises: ConfigurationError if the agent calls a model but cannot use the servers."""
+    if not agent.needs_model:
+        return
+    for other, server in servers.items():
+        if server.in_sandbox and server.variables:
+            raise ConfigurationError(
+                f"MCP server {other!r} at {server.url} is in the sandbox, which gets no secrets: "
+                f"remove {', '.join(server.headers)}"
+            )
+    if servers and not isinstance(agent, UsesMcpServers):
         raise ConfigurationError(
             f"agent {name!r} cannot use MCP servers ({', '.join(servers)}): choose one of "
             f"{', '.join(_supporting())}, or leave the servers out"

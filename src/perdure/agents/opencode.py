@@ -153,10 +153,9 @@ def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -
 
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     timeout = {"timeout": int(1000 * mcp_config.wait_s(server))}
-    if server.is_remote:
-        key = {"Authorization": f"Bearer {{file:{KEY}}}"}
-        remote = {"type": "remote", "url": mcp_config.url(task, name), "oauth": False}
-        return {**remote, "headers": key, **timeout}
+    if at := mcp_config.address(task, name, key=f"{{file:{KEY}}}"):
+        remote = {"type": "remote", "url": at.url, "oauth": False}
+        return {**remote, "headers": dict(at.headers), **timeout}
     command = [server.command, *server.args]
     return {"type": "local", "command": command, "environment": server.env, **timeout}
 

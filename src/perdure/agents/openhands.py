@@ -70,6 +70,9 @@ class Openhands(RunnerAgent[OpenhandsOptions]):
 
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     timeout = {"timeout": mcp_config.wait_s(server)}
-    if server.is_remote:
-        return {"transport": "http", "url": mcp_config.url(task, name), **timeout}
+    if server.is_behind_gateway:  # the program in the sandbox adds the key
+        return {"transport": "http", "url": mcp_config.gateway_url(task, name), **timeout}
+    if server.has_address:
+        own = {"transport": server.type, "url": server.url, "headers": server.headers}
+        return {**own, **timeout}
     return {"command": server.command, "args": server.args, "env": server.env, **timeout}

@@ -104,7 +104,7 @@ def _settings(gateway_url: str, task: AgentTask, chosen: QwenCodeOptions) -> dic
 
 def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
     common = {"timeout": int(1000 * mcp_config.wait_s(server)), "trust": True}
-    if server.is_remote:
-        key = {"Authorization": f"Bearer {task.session_key}"}
-        return {"httpUrl": mcp_config.url(task, name), "headers": key, **common}
+    if at := mcp_config.address(task, name, key=task.session_key):
+        field = "url" if at.transport == "sse" else "httpUrl"
+        return {field: at.url, "headers": dict(at.headers), **common}
     return {"command": server.command, "args": server.args, "env": server.env, **common}

@@ -11,7 +11,6 @@ from perdure.agents import skills
 from perdure.agents.base import EXEC_ID
 from perdure.data_source_handlers import runs_own_agent
 from perdure.errors import (
-    InstanceError,
     NotFound,
     PerdureError,
     PolicyTooStale,
@@ -28,6 +27,7 @@ from perdure.rollouts.cleanup_stage import destroy
 from perdure.rollouts.gateway_session.gateway_check import GatewayRoute, reached
 from perdure.rollouts.gateway_session.gateway_session import AgentSession, session_of
 from perdure.rollouts.prediction_application import apply_prediction, has_given_patch
+from perdure.rollouts.sandbox import task_mcp_servers
 from perdure.rollouts.sandbox.allowed_network import allowed_network
 from perdure.rollouts.sandbox.pristine_control import sandboxes_work
 from perdure.rollouts.simulated_user.conversation import Conversation
@@ -174,7 +174,7 @@ async def stop_calls(job: Job) -> None:
 
 
 async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
-    await _check_mcp_programs(job, sandbox)
+    await task_mcp_servers.wait_until_ready(job, sandbox)
     key = session.key if session else ""
     launch = skills.launch(
         job.agent, job.task(workdir=sandbox.workdir, gateway_url=url, session_key=key)
@@ -190,18 +190,6 @@ async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: 
             timeout_s=job.agent_budget_s,
         ),
     )
-
-
-async def _check_mcp_programs(job: Job, sandbox: Sandbox) -> None:
-    """Agents start without a server whose program is absent. Raises: InstanceError."""
-    for name, server in job.mcp_servers.items():
-        if not server.is_remote and job.agent.needs_model:
-            found = await sandbox.exec(["sh", "-c", 'command -v "$0"', server.command])
-            if not found.status.ok:
-                raise InstanceError(
-                    f"MCP server {name!r} needs the program {server.command!r}, which the sandbox does "
-                    "not have: add it to the image, or serve it over HTTP"
-                )
 
 
 def _conversation(
@@ -296,6 +284,8 @@ async def _conclude(
     if summary is not None:
         working = (status.seconds or 0.0) - summary.waiting_seconds
         metrics.agent_time(working, summary.engine_seconds)
+    mcp_failed = summary.mcp_failed if summary is not None else ""
+    mcp_failed = mcp_failed or await task_mcp_servers.dead_server(job, sandbox)
     called = summary is not None and bool(summary.refused or summary.unanswered)
     end = await agent_output.end_of(job.agent, found, called=called)
     capped = summary.capped if summary is not None else ""
@@ -308,7 +298,7 @@ async def _conclude(
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",
-        mcp_failed=summary.mcp_failed[:REASON_LIMIT] if summary else "",
+        mcp_failed=mcp_failed[:REASON_LIMIT],
         stopped=capped == STOPPED_OUTSIDE,
         seconds=round(status.seconds or 0.0, 3),
         detail=capped or agent_output.detail(end, found),

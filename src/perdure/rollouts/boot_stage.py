@@ -336,7 +336,8 @@ def _check_mcp_hosts(job: Job) -> None:
         return
     for name, server in job.mcp_servers.items():
         host = urlsplit(server.url).netloc.lower()
-        if host and name not in job.request.mcp_servers and host not in allowed:
+        is_rows = name not in job.request.mcp_servers
+        if is_rows and server.is_behind_gateway and host not in allowed:
             raise ConfigurationError(
                 f"{job.request.instance} names the MCP server {name!r} at {host}: allow the host with "
                 f"PERDURE_GATEWAY__MCP_HOSTS={host}, or name another server {name!r} with --mcp FILE"

@@ -7,12 +7,12 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from perdure.errors import Boundary, RetryHere
 from perdure.types import Healthcheck, Limits, Sidecar
-from perdure.types.containers import MAIN, start_order
+from perdure.types.containers import start_order
 
 COMPLETION_S = 300.0
 """Seconds that a sidecar with one job may take."""
@@ -96,12 +96,6 @@ async def _wait_until_up(name: str, sidecar: Sidecar, engine: SidecarEngine) -> 
 
 async def _failed(name: str, what: str, engine: SidecarEngine) -> SidecarFailed:
     return SidecarFailed(f"the sidecar {name!r} {what}: {await engine.log(name) or 'no output'}")
-
-
-def host_names(sidecars: Mapping[str, Sidecar]) -> Sequence[str]:
-    """All names that lead to 127.0.0.1 in the containers of a sandbox."""
-    names = [MAIN, *sidecars, *(alias for one in sidecars.values() for alias in one.aliases)]
-    return tuple(dict.fromkeys(names))
 
 
 def limits_of(sidecar: Sidecar, sandbox: Limits) -> Limits:

@@ -243,7 +243,7 @@ class Stand:
             session,
             sampling=start.sampling,
             labels={"rollout": "s"},
-            mcp_servers={k: one for k, one in start.mcp_servers.items() if one.is_remote},
+            mcp_servers={k: one for k, one in start.mcp_servers.items() if one.is_behind_gateway},
             replay_of=f"s-{number - 1}" if number > 1 else None,
         )
         mounts = (

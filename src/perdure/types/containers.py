@@ -1,5 +1,6 @@
 """Builds of images, and sidecars: containers that run next to the main one of a sandbox."""
 
+from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Literal
 
@@ -7,6 +8,8 @@ from pydantic import AfterValidator, Field, StringConstraints
 
 from perdure.types.base import Frozen
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""The sandbox's own container, by every name and address that it always has."""
 MAIN = "main"
 """Name of the sandbox's own container, as in Harbor."""
 SidecarName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -105,6 +108,12 @@ def _are_runnable(sidecars: dict[str, Sidecar]) -> dict[str, Sidecar]:
 
 
 Sidecars = Annotated[dict[SidecarName, Sidecar], AfterValidator(_are_runnable)]
+
+
+def host_names(sidecars: Mapping[str, Sidecar]) -> Sequence[str]:
+    """All names that lead to 127.0.0.1 in the containers of a sandbox."""
+    names = [MAIN, *sidecars, *(alias for one in sidecars.values() for alias in one.aliases)]
+    return tuple(dict.fromkeys(names))
 
 
 def start_order(sidecars: dict[str, Sidecar]) -> tuple[str, ...]:

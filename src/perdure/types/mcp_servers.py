@@ -1,7 +1,7 @@
 """Servers of the Model Context Protocol (MCP), whose tools an agent may call.
 
-`http` and `sse` ones run elsewhere: an agent reaches them through the gateway, which adds their credentials.
-`stdio` ones are programs of the sandbox, which the agent's own program starts there.
+An agent reaches `http` and `sse` ones through the gateway, which adds their credentials, unless they
+are in its sandbox. `stdio` ones are programs of the sandbox, which the agent's own program starts.
 """
 
 import re
@@ -38,6 +38,8 @@ class McpServer(Request):
     """`sse`: the older transport over HTTP, of a stream of events and an address for messages."""
     url: str = ""
     """Address of an `http` or `sse` server as seen from the gateway, without credentials."""
+    in_sandbox: bool = False
+    """The `url` is one inside the sandbox, of a sidecar for example. The agent calls it itself."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers that the gateway adds. `${NAME}` is the gateway's variable `MCP_NAME`."""
     command: str = ""
@@ -59,7 +61,7 @@ class McpServer(Request):
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> "McpServer":
-        needed, other = ("url", "command") if self.is_remote else ("command", "url")
+        needed, other = ("url", "command") if self.has_address else ("command", "url")
         if not getattr(self, needed) or getattr(self, other):
             raise ValueError(f"a server of type {self.type} has a `{needed}` and no `{other}`")
         return self
@@ -94,9 +96,14 @@ class McpServer(Request):
         return env
 
     @property
-    def is_remote(self) -> bool:
-        """Whether agents reach it through the gateway."""
+    def has_address(self) -> bool:
+        """Whether it has a `url`, and not a `command`."""
         return self.type != "stdio"
+
+    @property
+    def is_behind_gateway(self) -> bool:
+        """Whether agents reach it through the gateway."""
+        return self.has_address and not self.in_sandbox
 
     @property
     def variables(self) -> tuple[str, ...]:

@@ -178,6 +178,32 @@ args = ["--exact"]
 """
 
 
+@pytest.mark.parametrize(
+    ("host", "in_sandbox"),
+    [
+        ("docs", True),
+        ("library", True),
+        ("papers", True),
+        ("localhost", True),
+        ("main", True),
+        ("docs.example", False),
+    ],
+)
+def test_a_server_of_the_tasks_own_containers_is_in_the_sandbox(
+    tmp_path: Path, host: str, in_sandbox: bool
+) -> None:
+    """Named by service, host name, network alias, or loopback. The gateway reaches only others."""
+    more = SERVERS.replace("docs:8000", f"{host}:8000")
+    folder = write_harbor(tmp_path / "add", "img:1", more=more)
+    services = "services: {docs: {image: 'docs:1', hostname: papers, networks: {default: {aliases: [library]}}}}"
+    write_compose(folder, services)
+    servers = read(folder).mcp_servers
+
+    assert servers["docs"].in_sandbox is in_sandbox
+    assert servers["docs"].is_behind_gateway is not in_sandbox
+    assert not servers["calc"].is_behind_gateway
+
+
 def test_the_folder_of_skills_is_read(tmp_path: Path) -> None:
     instance = read(write_harbor(tmp_path / "add", "img:1", more='skills_dir = "/skills"\n'))
 

@@ -142,10 +142,12 @@ def mcp_server(settings: dict[str, Any]) -> Any:
     from acp.schema import (  # type: ignore[import-not-found]
         HttpMcpServer,
         McpServerStdio,
+        SseMcpServer,
     )
 
     if "url" in settings:
-        return HttpMcpServer.model_validate(settings)
+        kind = SseMcpServer if settings["type"] == "sse" else HttpMcpServer
+        return kind.model_validate(settings)
     path = shutil.which(settings["command"]) or settings["command"]
     return McpServerStdio.model_validate({**settings, "command": path})
 

@@ -44,12 +44,13 @@ def main(settings: dict[str, Any], prompt: str) -> None:
 
 
 def mcp_config(servers: dict[str, Any], key: str) -> dict[str, Any]:
-    """`key`: the session key, which the gateway's routes to servers ask for."""
+    """`key`: the session key, which the gateway's routes to servers ask for. Those in the sandbox have
+    headers of their own."""
     from openhands.sdk.mcp.config import MCPServer  # type: ignore[import-not-found]
 
     headers = {"headers": {"Authorization": f"Bearer {key}"}}
     return {
-        name: MCPServer.model_validate({**server, **(headers if "url" in server else {})})
+        name: MCPServer.model_validate({**(headers if "url" in server else {}), **server})
         for name, server in servers.items()
     }
 

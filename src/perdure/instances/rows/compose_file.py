@@ -151,6 +151,7 @@ class _Reader:
             build = Build(path=str(folder.absolute()), timeout_s=build_timeout_s)
             table.pop("image", None)
         names = [table.pop(key, None) for key in ("container_name", "hostname")]
+        names += _network_aliases(table.get("networks"))
         memory = table.pop("mem_limit", limits.get("memory"))
         cpus = table.pop("cpus", limits.get("cpus"))
         test = table.pop("healthcheck", None)
@@ -310,6 +311,12 @@ class _Reader:
             if condition == COMPLETED:
                 self.completing.add(name)
         return {name: CONDITIONS.get(condition, "started") for name, condition in named.items()}
+
+
+def _network_aliases(networks: Any) -> list[Any]:
+    """The service's other names, in all networks that it names as a table."""
+    tables = networks.values() if isinstance(networks, dict) else ()
+    return [name for table in tables for name in (table or {}).get("aliases") or ()]
 
 
 def _is_disabled(healthcheck: Any) -> bool:

@@ -77,7 +77,7 @@ class AgentSession:
             models=request.models,
             sampling=request.sampling,
             caps=request.caps,
-            mcp_servers={n: one for n, one in job.mcp_servers.items() if one.is_remote},
+            mcp_servers={n: one for n, one in job.mcp_servers.items() if one.is_behind_gateway},
             sample=_sample(request),
             turns_key=job.key("turns.parquet"),
             labels={

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,7 +22,9 @@ from urllib.parse import unquote, urlsplit
 from perdure.sandboxes.base import Network
 from perdure.sandboxes.host.client_hello import Incomplete, NotTls, server_name
 from perdure.sandboxes.host.host_addresses import Place, address_of, place_of
+from perdure.types import Sidecar
 from perdure.types.allowed_hosts import WEB_PORTS, is_host_name
+from perdure.types.containers import LOOPBACK, host_names
 
 PROXY_PORT = 18002
 """Where a sandbox's commands reach the proxy, on its own loopback."""
@@ -101,11 +103,12 @@ def variables(url: str, *, direct: str = "") -> dict[str, str]:
     return {**chosen, "NO_PROXY": direct, "no_proxy": direct}
 
 
-def proxy_variables(network: Network) -> dict[str, str]:
-    """Variables of a sandbox with this network."""
+def proxy_variables(network: Network, sidecars: Mapping[str, Sidecar]) -> dict[str, str]:
+    """Variables of a sandbox with this network, which reaches its sidecars without the proxy."""
     if network is not Network.LISTED:
         return {}
-    return variables(f"http://127.0.0.1:{PROXY_PORT}", direct="localhost,127.0.0.1,::1")
+    direct = ",".join((*LOOPBACK, *host_names(sidecars)))
+    return variables(f"http://127.0.0.1:{PROXY_PORT}", direct=direct)
 
 
 @asynccontextmanager

@@ -110,7 +110,12 @@ class ApptainerProvider(NamespaceProvider):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **variables, **proxy_variables(spec.network), **spec.env},
+            env={
+                **ENVIRONMENT,
+                **variables,
+                **proxy_variables(spec.network, spec.sidecars),
+                **spec.env,
+            },
             enforced=enforced(plan, spec),
             farewell=tuple(stop_command(self._binary, _name(box))),
         )

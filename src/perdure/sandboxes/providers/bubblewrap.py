@@ -64,7 +64,7 @@ class BubblewrapProvider(NamespaceProvider):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **proxy_variables(spec.network), **spec.env},
+            env={**ENVIRONMENT, **proxy_variables(spec.network, spec.sidecars), **spec.env},
             enforced=enforced(plan, spec),
         )
         box.create_folder(meta, spec.ttl_s)

@@ -59,10 +59,11 @@ from perdure.sandboxes.image_builds import (
     run_build,
 )
 from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, printed
-from perdure.sandboxes.sidecar_boot import boot_sidecars, host_names
+from perdure.sandboxes.sidecar_boot import boot_sidecars
 from perdure.sandboxes.spec_validation import check_folders
 from perdure.settings import process_environment
 from perdure.types import Sidecar
+from perdure.types.containers import host_names
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
@@ -127,7 +128,7 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
                 **ENVIRONMENT,
                 **ROOT_VARIABLES,
                 **variables,
-                **proxy_variables(spec.network),
+                **proxy_variables(spec.network, spec.sidecars),
                 **spec.env,
             },
             enforced=enforced(plan, spec),
@@ -159,7 +160,7 @@ class PodmanProvider(NamespaceProvider, LocalImageBuilder):
                 ["/usr/bin/env", *_variables(), *_podman()],
                 images,
                 limits=spec.limits,
-                env=proxy_variables(spec.network),
+                env=proxy_variables(spec.network, spec.sidecars),
                 hosts=box.path / HOSTS,
             )
             await boot_sidecars(spec.sidecars, containers)

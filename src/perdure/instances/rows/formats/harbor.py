@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -43,7 +44,7 @@ from perdure.types import (
     slugify,
 )
 from perdure.types.allowed_hosts import allowed_hosts
-from perdure.types.containers import MAIN
+from perdure.types.containers import LOOPBACK, MAIN, host_names
 from perdure.types.resource_limits import GPU
 from perdure.types.validation_errors import faults
 
@@ -135,7 +136,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         artifacts=_artifact_excludes(task),
         sidecar_artifacts=_sidecar_artifacts(task),
         agent_timeout_s=tables["agent"].get("timeout_sec"),
-        mcp_servers=_mcp_servers(tables["environment"])[0],
+        mcp_servers=_mcp_servers(tables["environment"], composed["environment"])[0],
         skills_dir=tables["environment"].get("skills_dir", ""),
         phases=_phases(tables),
         metadata={PERMITS_NETWORK: True} if "public" in _networks(tables) else {},
@@ -191,7 +192,7 @@ def _unsupported(
         for key, value in _env(table).items()
         if "${" in value
     ]
-    problems += _mcp_servers(tables["environment"])[1]
+    problems += _mcp_servers(tables["environment"], ComposeFile())[1]
     problems += [problem for name, table in tables.items() if (problem := _bad_hosts(name, table))]
     problems += _healthcheck(tables["environment"])[1]
     problems += _collect(tables["verifier"])[1]
@@ -416,14 +417,18 @@ def _gpu(name: str, table: Mapping[str, Any]) -> tuple[str | None, str]:
     return None, f"`{name}.gpus`: {gpu!r} is not a type and a number from 1 to 99"
 
 
-def _mcp_servers(table: Mapping[str, Any]) -> tuple[dict[str, McpServer], list[str]]:
+def _mcp_servers(
+    table: Mapping[str, Any], composed: ComposeFile
+) -> tuple[dict[str, McpServer], list[str]]:
     """The servers by name, and what is wrong with others. As in Harbor, the default is `sse`."""
     servers, problems = {}, []
     for entry in table.get("mcp_servers", []):
         given = {"transport": "sse", **entry}
         name, kind = given.pop("name", ""), given.pop("transport")
+        host = urlsplit(str(given.get("url", ""))).hostname
+        inside = {"in_sandbox": True} if host in (*LOOPBACK, *host_names(composed.sidecars)) else {}
         try:
-            servers.update(SERVERS.validate_python({name: {**given, "type": kind}}))
+            servers.update(SERVERS.validate_python({name: {**given, "type": kind, **inside}}))
         except ValidationError as error:
             problems.append(f"`environment.mcp_servers`: {faults(error)}")
     return servers, problems

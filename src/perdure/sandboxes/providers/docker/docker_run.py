@@ -13,9 +13,9 @@ from perdure.sandboxes.guest.container_options import CAPABILITIES, ROOT, init_c
 from perdure.sandboxes.guest.guest_sandbox import FOLDER
 from perdure.sandboxes.host.keeper.kernel_quotas import TERMINALS
 from perdure.sandboxes.providers.docker import docker_cli
-from perdure.sandboxes.sidecar_boot import host_names
 from perdure.settings.settings_tree import Settings
 from perdure.types import SharedFolder
+from perdure.types.containers import host_names
 
 SPARE_PIDS = 32
 """Added to the pids limit, so that the guest can run when commands have used up the limit."""

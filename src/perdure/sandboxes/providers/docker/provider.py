@@ -395,7 +395,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             "ttl": spec.ttl_s,
             "workdir": spec.workdir,
             "labels": dict(spec.labels),
-            "env": {**who, **variables, **proxy_variables(spec.network)},
+            "env": {**who, **variables, **proxy_variables(spec.network, spec.sidecars)},
             "enforced": {"disk": "tmpfs of each folder", "output": "watched", **engine.limits},
             "bound": [mount.target for mount in spec.mounts] if engine.binds else [],
             "sidecars": [*spec.sidecars],
@@ -431,7 +431,7 @@ class DockerProvider(ServiceProvider, LocalImageBuilder):
             for name, one in spec.sidecars.items()
         }
         labels = self._labels(identity, self._own(spec, engine, {}))
-        env = proxy_variables(spec.network)
+        env = proxy_variables(spec.network, spec.sidecars)
         containers = DockerSidecars(self._name(identity), labels, spec.limits, images, env=env)
         await containers.start_first_process(own_image)
         try:

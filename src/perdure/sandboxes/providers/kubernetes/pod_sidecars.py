@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from perdure.sandboxes.providers.kubernetes.kubernetes_client import CONTAINER
-from perdure.sandboxes.sidecar_boot import CAPABILITIES, LONGEST_PAUSE_S, host_names, limits_of
+from perdure.sandboxes.sidecar_boot import CAPABILITIES, LONGEST_PAUSE_S, limits_of
 from perdure.types import Healthcheck, Limits, SharedFolder, Sidecar
-from perdure.types.containers import start_order
+from perdure.types.containers import host_names, start_order
 
 CONTAINER_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
