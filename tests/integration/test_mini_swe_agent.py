@@ -179,7 +179,7 @@ async def test_the_prompt_arrives_as_it_was_written(stand: Stand) -> None:
     """Line separators, emoji and braces of an issue survive the way through its YAML settings."""
     evidence, _ = await stand.run(options={"client": "direct"})
     messages = json.loads(evidence.files[TRAJECTORY])["messages"]
-    expected = prompt_template.DEFAULT_TEMPLATE.replace("{workdir}", WORKDIR).replace(
+    expected = prompt_template.ISSUE_TEMPLATE.replace("{workdir}", WORKDIR).replace(
         "{problem_statement}", ISSUE
     )
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from perdure.agents import prompt_template
 from perdure.agents.base import HOME, AgentTask, Evidence
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState
@@ -31,11 +30,10 @@ Arguments = Annotated[tuple[str, ...], BeforeValidator(_split)]
 class HeadlessOptions(Request):
     """Options with the same meaning for every headless agent."""
 
-    prompt_template: str = Field(
-        prompt_template.DEFAULT_TEMPLATE,
-        validation_alias=AliasChoices("prompt_template", "SWE_CC_PROMPT"),
+    prompt_template: str | None = Field(
+        None, validation_alias=AliasChoices("prompt_template", "SWE_CC_PROMPT")
     )
-    """The prompt, with the placeholders of `perdure.agents.prompt_template`."""
+    """The prompt, with the placeholders of `perdure.agents.prompt_template`. None: the task's."""
     extra_args: Arguments = Field(
         (), validation_alias=AliasChoices("extra_args", "SWE_CLAUDE_EXTRA_ARGS")
     )

@@ -39,8 +39,8 @@ GAVE_UP = {"RepeatedFormatError"}
 class MiniSweAgentOptions(Request):
     step_limit: int = Field(250, ge=0)
     """Limit on model calls; 0 = none. 250 is the agent's own setting for SWE-bench."""
-    prompt_template: str = prompt_template.DEFAULT_TEMPLATE
-    """The prompt, with the placeholders of `perdure.agents.prompt_template`."""
+    prompt_template: str | None = None
+    """The prompt, with the placeholders of `perdure.agents.prompt_template`. None: the task's."""
     client: Literal["litellm", "direct"] = "litellm"
     """How it calls the model: through litellm, its own default, or with the same request through
     `requests`, which saves the import of litellm (1.5 CPU-seconds per rollout)."""

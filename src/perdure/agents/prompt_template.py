@@ -1,8 +1,10 @@
 """Renders an agent's prompt from the instance and a template, which the user may replace."""
 
 from perdure.agents.base import AgentTask
+from perdure.types import Instance, SourceKind
 
-DEFAULT_TEMPLATE = """\
+STATEMENT = "{problem_statement}"
+ISSUE_TEMPLATE = """\
 <issue>
 {problem_statement}
 </issue>
@@ -12,16 +14,23 @@ resolved. Tests that you cannot see decide; do not change existing tests or thei
 """
 
 
-def render(template: str, task: AgentTask) -> str:
+def default_template(instance: Instance) -> str:
+    """The instance's own, or the problem statement alone if there is no repository."""
+    is_issue = instance.source.kind is not SourceKind.EMPTY
+    return instance.prompt_template or (ISSUE_TEMPLATE if is_issue else STATEMENT)
+
+
+def render(template: str | None, task: AgentTask) -> str:
     """Fill `{problem_statement}`, `{workdir}`, `{repo}` and `{instance_id}`. Other braces, in the
-    issue text or the template, do not change.
+    issue text or the template, do not change. `template`: None is the default.
     """
+    template = default_template(task.instance) if template is None else template
     values = {
         "{workdir}": task.workdir,
         "{repo}": task.instance.repo,
         "{instance_id}": task.instance.instance_id,
     }
-    before, *after = (_replace(part, values) for part in template.split("{problem_statement}"))
+    before, *after = (_replace(part, values) for part in template.split(STATEMENT))
     return task.instance.problem_statement.join([before, *after])
 
 

@@ -222,6 +222,9 @@ class Instance(Frozen):
     repo: str = ""
     base_commit: str | None = None
     problem_statement: str
+    prompt_template: str = ""
+    """How agents get the problem statement: `perdure.agents.prompt_template`. Empty: as an issue of a
+    repository, or as it is if there is no repository."""
     source: Source
     environment: Environment = Environment()
     grading: Grading = Grading()

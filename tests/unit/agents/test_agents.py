@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pydantic import JsonValue
@@ -188,3 +189,21 @@ def test_prompt_is_filled_once() -> None:
     prompt = prompt_template.render("{x} {problem_statement} in {workdir} of {instance_id}", TASK)
 
     assert prompt == f"{{x}} {INSTANCE.problem_statement} in /testbed of click-1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt"),
+    [
+        ({}, prompt_template.ISSUE_TEMPLATE.format(problem_statement="Do it.", workdir="/testbed")),
+        ({"source": Source(kind=SourceKind.EMPTY)}, "Do it."),
+        ({"prompt_template": "{problem_statement} In {workdir}."}, "Do it. In /testbed."),
+    ],
+    ids=["issue", "no repository", "the row's own"],
+)
+def test_a_task_decides_what_its_statement_is(changes: dict[str, Any], prompt: str) -> None:
+    """Only an issue of a repository is called one. The request's template replaces all."""
+    instance = INSTANCE.model_copy(update={"problem_statement": "Do it.", **changes})
+    task = replace(TASK, instance=instance)
+
+    assert prompt_template.render(None, task) == prompt
+    assert prompt_template.render("Now: {problem_statement}", task) == "Now: Do it."

@@ -9,6 +9,7 @@ import pytest
 
 from perdure.agents.base import AgentTask
 from perdure.agents.oracle import Oracle
+from perdure.agents.prompt_template import default_template
 from perdure.errors import ConfigurationError, InstanceError
 from perdure.graders.protocols.reward_file import RewardFileGrader, parse_reward_file
 from perdure.instances import base_trees, build_contexts, instance_catalog
@@ -202,6 +203,13 @@ def test_a_server_of_the_tasks_own_containers_is_in_the_sandbox(
     assert servers["docs"].in_sandbox is in_sandbox
     assert servers["docs"].is_behind_gateway is not in_sandbox
     assert not servers["calc"].is_behind_gateway
+
+
+def test_agents_get_the_instruction_as_it_is(tmp_path: Path) -> None:
+    """As in Harbor. It is no issue, and its folder may be no repository."""
+    instance = read(write_harbor(tmp_path / "add", "img:1"))
+
+    assert default_template(instance) == "{problem_statement}"
 
 
 def test_the_folder_of_skills_is_read(tmp_path: Path) -> None:

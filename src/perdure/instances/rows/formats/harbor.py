@@ -128,6 +128,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         dataset=dataset,
         data_source="harbor",
         problem_statement=_instruction(_text(row, folder, "instruction.md")),
+        prompt_template="{problem_statement}",  # as in Harbor, agents get the instruction as it is
         source=Source(kind=SourceKind.IMAGE),
         environment=own,
         grading=_grading(folder, tables, own, composed["tests"]),
