@@ -1,6 +1,6 @@
 """A tiny MCP server on streamable HTTP, an agent that calls its tool, and the Harbor task that has both.
 
-The server speaks the protocol's JSON answers with Python's own library, because the images of these
+The server sends JSON answers and uses only Python's standard library, because the images of these
 tests have no package index. `tests/agents/test_mcp.py` has the published SDK and real agents.
 """
 

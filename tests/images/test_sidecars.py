@@ -447,7 +447,7 @@ async def test_a_sidecars_dead_server_leaves_no_verdict(
     run = await ActivityEnvironment().run(stages.run_agent, attempt)
     await ActivityEnvironment().run(stages.destroy, attempt)
 
-    assert "MCP server 'vault' at http://vault:8000/mcp ended while the agent ran" in run.broke
+    assert "nothing listened at http://vault:8000/mcp, MCP server 'vault', when" in run.broke
     assert engine.containers() == []
 
 

@@ -123,13 +123,37 @@ def test_a_server_in_the_sandbox_gets_no_session_key(name: str) -> None:
 def test_codex_is_refused_where_it_cannot_speak() -> None:
     server = McpServer.model_validate({**INSIDE, "type": "sse"})
 
-    with pytest.raises(ConfigurationError, match="'docs' in the sandbox speaks `sse`"):
+    with pytest.raises(ConfigurationError, match="'docs' in the sandbox uses `sse`"):
         Codex().launch(replace(TASK, mcp_servers={"docs": server}))
+
+
+@pytest.mark.parametrize("value", ["$GEMINI_API_KEY", "{file:/home/agent/session-key}"])
+def test_no_agent_expands_its_key_for_a_server_in_the_sandbox(value: str) -> None:
+    """Some replace such texts in their own settings."""
+    server = {**INSIDE, "headers": {"X-Team": value}}
+
+    with pytest.raises(ConfigurationError, match="which agents would expand"):
+        check_options("gemini_cli", {}, asked(docs=server).mcp_servers)
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ({"command": "calc", "in_sandbox": True}, "remove `in_sandbox`"),
+        ({**INSIDE, "url": "http://docs:99999/mcp"}, "Port"),
+        ({**INSIDE, "url": "http://[::1/mcp"}, "Invalid IPv6 URL"),
+    ],
+)
+def test_a_wrong_place_is_refused(server: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        asked(docs=server)
 
 
 def test_no_secret_enters_a_sandbox() -> None:
     with_secret = asked(docs={**INSIDE, "headers": HEADERS}).mcp_servers
-    with pytest.raises(ConfigurationError, match="in the sandbox, which gets no secrets: remove"):
+    with pytest.raises(
+        ConfigurationError, match=r"gets no secrets: remove the header Authorization$"
+    ):
         check_options("codex", {}, with_secret)
 
     check_options("oracle", {}, with_secret)  # it calls no model

@@ -100,7 +100,7 @@ class UsesMcpServers(Protocol):
 
 @runtime_checkable
 class UsesSkills(Protocol):
-    """An agent that reads skills. Runs of tasks with skills refuse others."""
+    """An agent that reads skills. A task with skills refuses other agents that call a model."""
 
     skills_folder: ClassVar[str]
     """Where it looks for them in the sandbox. They are there when it starts."""

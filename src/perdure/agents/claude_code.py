@@ -44,7 +44,8 @@ SKILLS_ONLY = {
     "CLAUDE_CODE_DISABLE_BUNDLED_SKILLS": "1",
     "SLASH_COMMAND_TOOL_CHAR_BUDGET": "8000",  # its default depends on the context window
 }
-"""Names all skills of the task in the prompt, with their descriptions, and none of Claude Code's."""
+"""With these variables, the prompt lists the task's skills and their descriptions, in up to 8,000
+characters, and no skills of Claude Code."""
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
 """Values of `terminal_reason` for a limit, as opposed to an answer or an error."""
 CUT_OFF = re.compile(r"exceeded the \d+ output token maximum")

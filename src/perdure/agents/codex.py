@@ -109,8 +109,8 @@ def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
         return {"url": url, "bearer_token_env_var": KEY, **times}
     if server.type == "sse":
         raise ConfigurationError(
-            f"MCP server {name!r} in the sandbox speaks `sse`, which codex does not: let it speak "
-            "streamable HTTP, or use another agent"
+            f"MCP server {name!r} in the sandbox uses `sse`, which codex cannot: serve it over "
+            "streamable HTTP, or choose another agent"
         )
     if server.has_address:
         return {"url": server.url, "http_headers": server.headers, **times}

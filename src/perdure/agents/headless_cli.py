@@ -33,7 +33,7 @@ class HeadlessOptions(Request):
     prompt_template: str | None = Field(
         None, validation_alias=AliasChoices("prompt_template", "SWE_CC_PROMPT")
     )
-    """The prompt, with the placeholders of `perdure.agents.prompt_template`. None: the task's."""
+    """The prompt, with the placeholders of `perdure.agents.prompt_template`. None: the default for the task."""
     extra_args: Arguments = Field(
         (), validation_alias=AliasChoices("extra_args", "SWE_CLAUDE_EXTRA_ARGS")
     )

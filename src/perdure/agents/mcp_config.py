@@ -1,10 +1,12 @@
 """The MCP servers of a task, as agents write them into their own settings.
 
-The address of an `http` or `sse` server is the gateway's, which speaks streamable HTTP to agents. Its
-credential is the session key. The gateway calls the server itself, and bounds each call, so agents
-wait longer than the gateway does. Servers in the sandbox have their own address, and no credential.
+An agent reaches an `http` or `sse` server outside the sandbox at the gateway, which speaks streamable
+HTTP, with the session key. The gateway calls the server itself, and bounds each call, so agents wait
+longer than the gateway does. An agent calls a server in the sandbox at the server's own address,
+without a key.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +15,10 @@ from perdure import variant_registry
 from perdure.agents.base import Agent, AgentTask, UsesMcpServers
 from perdure.errors import ConfigurationError
 from perdure.types import McpServer, McpServers
+from perdure.types.mcp_servers import VARIABLE
 
+EXPANDED = re.compile(r"[${]")
+"""In their own settings, some agents replace `$NAME` and `{file:PATH}`, also by the session key."""
 GATEWAY_WAITS_S = 90.0
 """Seconds that the gateway takes, in addition to a call's own time, to find out that a server is
 dead."""
@@ -54,10 +59,16 @@ def check(name: str, agent: Agent, servers: McpServers) -> None:
     if not agent.needs_model:
         return
     for other, server in servers.items():
-        if server.in_sandbox and server.variables:
+        secret = [header for header, value in server.headers.items() if VARIABLE.search(value)]
+        if server.in_sandbox and secret:
             raise ConfigurationError(
                 f"MCP server {other!r} at {server.url} is in the sandbox, which gets no secrets: "
-                f"remove {', '.join(server.headers)}"
+                f"remove the header {', '.join(secret)}"
+            )
+        if server.in_sandbox and any(map(EXPANDED.search, (server.url, *server.headers.values()))):
+            raise ConfigurationError(
+                f"MCP server {other!r} in the sandbox: remove `$` and `{{` from its url and headers, "
+                "which agents would expand"
             )
     if servers and not isinstance(agent, UsesMcpServers):
         raise ConfigurationError(

@@ -40,7 +40,7 @@ class MiniSweAgentOptions(Request):
     step_limit: int = Field(250, ge=0)
     """Limit on model calls; 0 = none. 250 is the agent's own setting for SWE-bench."""
     prompt_template: str | None = None
-    """The prompt, with the placeholders of `perdure.agents.prompt_template`. None: the task's."""
+    """The prompt, with the placeholders of `perdure.agents.prompt_template`. None: the default for the task."""
     client: Literal["litellm", "direct"] = "litellm"
     """How it calls the model: through litellm, its own default, or with the same request through
     `requests`, which saves the import of litellm (1.5 CPU-seconds per rollout)."""

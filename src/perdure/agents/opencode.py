@@ -20,6 +20,7 @@ from perdure.agents import (
 )
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
+from perdure.errors import MissingDependency
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, McpServer
@@ -57,6 +58,11 @@ class Opencode:
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         package = await npm_packages.installed(tools, self.name, settings.opencode_tarball)
         ripgrep = await npm_packages.installed(tools, "ripgrep", settings.ripgrep_tarball)
+        if not (ripgrep / "bin" / "rg").is_file():
+            raise MissingDependency(
+                f"{npm_packages.variable('ripgrep')} names a package without bin/rg: name "
+                "@vscode/ripgrep-linux-x64"
+            )
         start = await tool_cache.start_script(
             tools, "opencode_with_ripgrep", "bin/opencode", WITH_RIPGREP
         )

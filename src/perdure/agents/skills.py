@@ -13,12 +13,12 @@ from perdure.errors import ConfigurationError
 from perdure.types import Instance
 
 COPY = 'mkdir -p "$1" && cp -R "$2"/* "$1"; shift 2; exec "$@"'
-"""As in Harbor, the agent starts without skills if there are none; `cp` says so on its standard
-error."""
+"""If the image has no skills, the agent starts without them, as in Harbor, and its standard error has
+the message of `cp`."""
 
 
 def launch(agent: Agent, task: AgentTask) -> Launch:
-    """The agent's own launch, after its skills were copied. Raises: as `Agent.launch`."""
+    """The agent's launch, which first copies the task's skills. Raises: as `Agent.launch`."""
     own = agent.launch(task)
     skills = task.instance.skills_dir
     if not skills or not isinstance(agent, UsesSkills):

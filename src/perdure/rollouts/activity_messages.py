@@ -118,14 +118,15 @@ class AgentRun(Frozen):
     def broke(self) -> str:
         """Why there is no verdict; empty if the agent's work is graded.
 
-        The policy never causes a call that the gateway or an MCP server could not answer, so no end
-        after one is a verdict. If its calls were answered, the agent is responsible for every other end, a crash
-        included: otherwise a policy could discard an episode that it does not like.
+        No end is a verdict if the gateway or an MCP server could not answer a call, or a sidecar's MCP
+        server has ended. If its calls were answered and these servers still run, the agent is
+        responsible for every other end, a crash included: otherwise a policy could discard an episode
+        that it does not like.
         """
         if self.refused:
             return f"the first model call was refused: {self.refused}"
         if self.mcp_failed:
-            return f"a tool call got no answer: {self.mcp_failed}"
+            return f"an MCP server failed: {self.mcp_failed}"
         if self.unanswered:
             return f"the agent ended after an unanswered model call: {self.unanswered}"
         if self.end is AgentEnd.NEVER_CALLED_MODEL:

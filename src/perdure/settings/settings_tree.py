@@ -298,7 +298,7 @@ class AgentSettings(Group):
     opencode_tarball: Path | None = None
     """npm package of OpenCode."""
     ripgrep_tarball: Path | None = None
-    """npm package of ripgrep, for OpenCode."""
+    """npm package `@vscode/ripgrep-linux-x64`, for OpenCode."""
     qwen_code_tarball: Path | None = None
     """npm package of Qwen Code."""
     gemini_cli_tarball: Path | None = None

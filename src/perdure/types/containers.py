@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 from perdure.types.base import Frozen
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""The sandbox's own container, by every name and address that it always has."""
+"""Names and addresses of the loopback interface, which all containers of a sandbox share."""
 MAIN = "main"
 """Name of the sandbox's own container, as in Harbor."""
 SidecarName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -111,7 +111,8 @@ Sidecars = Annotated[dict[SidecarName, Sidecar], AfterValidator(_are_runnable)]
 
 
 def host_names(sidecars: Mapping[str, Sidecar]) -> Sequence[str]:
-    """All names that lead to 127.0.0.1 in the containers of a sandbox."""
+    """Names that also lead to 127.0.0.1 in a sandbox with sidecars: its main container's, the
+    sidecars', and their aliases."""
     names = [MAIN, *sidecars, *(alias for one in sidecars.values() for alias in one.aliases)]
     return tuple(dict.fromkeys(names))
 

@@ -37,11 +37,14 @@ class McpServer(Request):
     type: Literal["http", "sse", "stdio"]
     """`sse`: the older transport over HTTP, of a stream of events and an address for messages."""
     url: str = ""
-    """Address of an `http` or `sse` server as seen from the gateway, without credentials."""
+    """Address of an `http` or `sse` server without credentials, as seen from the gateway, or from the
+    sandbox if `in_sandbox`."""
     in_sandbox: bool = False
-    """The `url` is one inside the sandbox, of a sidecar for example. The agent calls it itself."""
+    """The server runs in the sandbox, for example in a sidecar, and the agent calls it without the
+    gateway."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Headers that the gateway adds. `${NAME}` is the gateway's variable `MCP_NAME`."""
+    """Headers of each request. The gateway replaces `${NAME}` with its variable `MCP_NAME`. A server in
+    the sandbox can have no `${NAME}`."""
     command: str = ""
     """Program of a `stdio` server, in the sandbox."""
     args: tuple[str, ...] = ()
@@ -64,12 +67,15 @@ class McpServer(Request):
         needed, other = ("url", "command") if self.has_address else ("command", "url")
         if not getattr(self, needed) or getattr(self, other):
             raise ValueError(f"a server of type {self.type} has a `{needed}` and no `{other}`")
+        if self.in_sandbox and not self.has_address:
+            raise ValueError("remove `in_sandbox`: a `command` always runs in the sandbox")
         return self
 
     @field_validator("url")
     @classmethod
     def _is_public(cls, url: str) -> str:
         parts = urlsplit(url)
+        _ = parts.port  # raises ValueError unless it is a number up to 65535
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ValueError("write http://HOST/PATH or https://HOST/PATH")
         if parts.username or parts.password:

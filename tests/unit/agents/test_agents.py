@@ -34,6 +34,7 @@ TASK = AgentTask(
     sampling=Sampling(),
     budget_s=60.0,
 )
+NOWHERE = Source(kind=SourceKind.EMPTY)
 EXITED = ExecStatus(ExecState.EXITED, code=0)
 
 
@@ -195,15 +196,20 @@ def test_prompt_is_filled_once() -> None:
     ("changes", "prompt"),
     [
         ({}, prompt_template.ISSUE_TEMPLATE.format(problem_statement="Do it.", workdir="/testbed")),
-        ({"source": Source(kind=SourceKind.EMPTY)}, "Do it."),
+        ({"source": NOWHERE}, "Do it."),
+        ({"source": NOWHERE, "problem_statement": "/app/x.py fails"}, "Task:\n/app/x.py fails"),
+        ({"source": NOWHERE, "problem_statement": " !x"}, "Task:\n !x"),
         ({"prompt_template": "{problem_statement} In {workdir}."}, "Do it. In /testbed."),
     ],
-    ids=["issue", "no repository", "the row's own"],
+    ids=["issue", "no repository", "a command", "a shell command", "the row's own"],
 )
 def test_a_task_decides_what_its_statement_is(changes: dict[str, Any], prompt: str) -> None:
-    """Only an issue of a repository is called one. The request's template replaces all."""
+    """Only an issue of a repository is called one. No agent takes a task for a command of its own. The
+    request's template replaces all."""
     instance = INSTANCE.model_copy(update={"problem_statement": "Do it.", **changes})
     task = replace(TASK, instance=instance)
 
     assert prompt_template.render(None, task) == prompt
-    assert prompt_template.render("Now: {problem_statement}", task) == "Now: Do it."
+    assert (
+        prompt_template.render("/x {problem_statement}", task) == f"/x {instance.problem_statement}"
+    )

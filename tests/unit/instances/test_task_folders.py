@@ -185,6 +185,7 @@ args = ["--exact"]
         ("docs", True),
         ("library", True),
         ("papers", True),
+        ("Papers", True),
         ("localhost", True),
         ("main", True),
         ("docs.example", False),
@@ -196,7 +197,7 @@ def test_a_server_of_the_tasks_own_containers_is_in_the_sandbox(
     """Named by service, host name, network alias, or loopback. The gateway reaches only others."""
     more = SERVERS.replace("docs:8000", f"{host}:8000")
     folder = write_harbor(tmp_path / "add", "img:1", more=more)
-    services = "services: {docs: {image: 'docs:1', hostname: papers, networks: {default: {aliases: [library]}}}}"
+    services = "services: {docs: {image: 'docs:1', hostname: PAPERS, networks: {default: {aliases: [library]}}}}"
     write_compose(folder, services)
     servers = read(folder).mcp_servers
 

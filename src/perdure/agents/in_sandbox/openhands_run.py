@@ -44,8 +44,8 @@ def main(settings: dict[str, Any], prompt: str) -> None:
 
 
 def mcp_config(servers: dict[str, Any], key: str) -> dict[str, Any]:
-    """`key`: the session key, which the gateway's routes to servers ask for. Those in the sandbox have
-    headers of their own."""
+    """`key`: the session key, for servers behind the gateway. A server in the sandbox has its own headers
+    instead."""
     from openhands.sdk.mcp.config import MCPServer  # type: ignore[import-not-found]
 
     headers = {"headers": {"Authorization": f"Bearer {key}"}}

@@ -314,9 +314,10 @@ class _Reader:
 
 
 def _network_aliases(networks: Any) -> list[Any]:
-    """The service's other names, in all networks that it names as a table."""
+    """The service's aliases in its networks. Networks in a list have none."""
     tables = networks.values() if isinstance(networks, dict) else ()
-    return [name for table in tables for name in (table or {}).get("aliases") or ()]
+    lists = [table.get("aliases") for table in tables if isinstance(table, dict)]
+    return [name for names in lists if isinstance(names, list) for name in names]
 
 
 def _is_disabled(healthcheck: Any) -> bool:

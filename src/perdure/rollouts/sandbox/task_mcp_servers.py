@@ -1,20 +1,26 @@
-"""The MCP servers that a task brings in its sandbox: programs, and addresses of its sidecars.
+"""Waits for the MCP servers in a task's sandbox: programs, and servers with an address, such as a
+sidecar's.
 
-Agents start without a tool whose server they do not reach. So a server must be there before the agent
-starts, and a sidecar's must still be there when the agent has ended.
+An agent that cannot reach a server starts without its tools. So each server must be there before the
+agent starts, and a sidecar's must still listen when the agent has ended.
 """
 
 from asyncio import sleep
 from urllib.parse import urlsplit
 
-from perdure.errors import InstanceError, SandboxLost
+from perdure.errors import InstanceError, NotFound, SandboxLost
 from perdure.rollouts.attempt_job import Job
 from perdure.sandboxes.base import Sandbox
 from perdure.types import McpServer
-from perdure.types.containers import LOOPBACK, MAIN
 
 STARTS_S = 60
 """Seconds that a server may take to listen, once its sidecar runs and is healthy."""
+LOOKS = 5
+"""Times to look, once a second, for a sidecar's server after the agent, because it may be starting
+again."""
+READ_TABLES = ("cat", "/proc/net/tcp", "/proc/net/tcp6")
+"""The second table may be absent."""
+READ_S = 30.0
 LISTENS = "0A"
 """The state of a listening socket in the kernel's tables."""
 
@@ -31,26 +37,44 @@ async def wait_until_ready(job: Job, sandbox: Sandbox) -> None:
 
 
 async def dead_server(job: Job, sandbox: Sandbox) -> str:
-    """What is wrong with a sidecar's server now; empty if nothing is. What the agent itself may have
-    ended, a server of its own container, is its own fault."""
-    if not job.agent.needs_model:
+    """Says which sidecar's MCP server no longer listens; empty if all do. A server in the agent's own
+    container does not count, because the agent may have stopped it."""
+    provider = job.services.provider(job.agent_sandbox.placement.provider)
+    if not job.agent.needs_model or not provider.reads_sidecars:
         return ""
     for name, server in job.mcp_servers.items():
-        is_sidecar = server.in_sandbox and _host(server) not in (*LOOPBACK, MAIN)
-        if is_sidecar and _port(server) not in await _listening(sandbox):
-            return f"MCP server {name!r} at {server.url} ended while the agent ran"
+        sidecar = _sidecar_of(server, job) if server.in_sandbox else None
+        if sidecar is not None and not await _still_listens(server, sidecar, sandbox):
+            return (
+                f"nothing listened at {server.url}, MCP server {name!r}, when the agent had ended"
+            )
     return ""
 
 
 async def _wait_until_listening(name: str, server: McpServer, sandbox: Sandbox) -> None:
     for _ in range(STARTS_S):
-        if _port(server) in await _listening(sandbox):
+        tables = await sandbox.exec(READ_TABLES, timeout=READ_S)
+        if _port(server) in _listening(tables.stdout):
             return
         await sleep(1)
     raise SandboxLost(
-        f"MCP server {name!r} at {server.url}: for {STARTS_S} s, nothing listened there in sandbox "
-        f"{sandbox.identity}; a health check of its service can wait longer"
+        f"MCP server {name!r}: nothing listened at {server.url} in sandbox {sandbox.identity} for "
+        f"{STARTS_S} s; if it needs longer, give its service a health check"
     )
+
+
+async def _still_listens(server: McpServer, sidecar: str, sandbox: Sandbox) -> bool:
+    """Asks in the sidecar's container, whose programs the agent cannot replace. Without `cat` there,
+    it counts as listening."""
+    for _ in range(LOOKS):
+        try:
+            tables = await sandbox.sidecar_exec(sidecar, READ_TABLES, timeout_s=READ_S)
+        except NotFound:  # it has ended
+            return False
+        if not tables.stdout or _port(server) in _listening(tables.stdout):
+            return True
+        await sleep(1)
+    return False
 
 
 async def _find_program(name: str, server: McpServer, sandbox: Sandbox) -> None:
@@ -62,19 +86,21 @@ async def _find_program(name: str, server: McpServer, sandbox: Sandbox) -> None:
         )
 
 
-async def _listening(sandbox: Sandbox) -> set[int]:
-    """The TCP ports that somebody listens on in the network of the sandbox and its sidecars."""
-    tables = await sandbox.exec(
-        ["cat", "/proc/net/tcp", "/proc/net/tcp6"]
-    )  # the second may be absent
-    rows = (line.split() for line in tables.stdout.decode("ascii", "replace").splitlines())
+def _sidecar_of(server: McpServer, job: Job) -> str | None:
+    """The sidecar that the server's address names."""
+    host = urlsplit(server.url).hostname
+    for name, sidecar in job.instance.environment.sidecars.items():
+        if host in [other.lower() for other in (name, *sidecar.aliases)]:
+            return name
+    return None
+
+
+def _listening(tables: bytes) -> set[int]:
+    """The TCP ports on which a program of the sandbox or of its sidecars listens."""
+    rows = (line.split() for line in tables.decode("ascii", "replace").splitlines())
     return {
         int(row[1].rpartition(":")[2], 16) for row in rows if len(row) > 3 and row[3] == LISTENS
     }
-
-
-def _host(server: McpServer) -> str | None:
-    return urlsplit(server.url).hostname
 
 
 def _port(server: McpServer) -> int:

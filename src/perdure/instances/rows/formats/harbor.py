@@ -422,16 +422,19 @@ def _mcp_servers(
     table: Mapping[str, Any], composed: ComposeFile
 ) -> tuple[dict[str, McpServer], list[str]]:
     """The servers by name, and what is wrong with others. As in Harbor, the default is `sse`."""
+    own = {name.lower() for name in (*LOOPBACK, *host_names(composed.sidecars))}
     servers, problems = {}, []
     for entry in table.get("mcp_servers", []):
         given = {"transport": "sse", **entry}
         name, kind = given.pop("name", ""), given.pop("transport")
-        host = urlsplit(str(given.get("url", ""))).hostname
-        inside = {"in_sandbox": True} if host in (*LOOPBACK, *host_names(composed.sidecars)) else {}
         try:
+            host = urlsplit(str(given.get("url", ""))).hostname  # in lower case
+            inside = {"in_sandbox": True} if host in own else {}
             servers.update(SERVERS.validate_python({name: {**given, "type": kind, **inside}}))
         except ValidationError as error:
             problems.append(f"`environment.mcp_servers`: {faults(error)}")
+        except ValueError as error:  # of `urlsplit`
+            problems.append(f"`environment.mcp_servers`: {error}")
     return servers, problems
 
 
