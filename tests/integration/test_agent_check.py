@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,11 @@ def test_the_printed_agent_passes_its_printed_test(folder: Path) -> None:
     lines = [
         (folder / name).read_text().count("\n") for name in ("my_agents.py", "test_my_agents.py")
     ]
-    # Its own folder: otherwise this `pytest` first removes what earlier runs have left.
-    own = ("-p", "no:cacheprovider", "--basetemp", str(folder / "pytest"))
-    done = run(folder, "pytest", "-q", *own, "test_my_agents.py")
+    # Its own folder: otherwise this `pytest` first removes what earlier runs have left. The path is
+    # short, because the stand's socket is below it.
+    with tempfile.TemporaryDirectory() as own:
+        given = ("-p", "no:cacheprovider", "--basetemp", f"{own}/t")
+        done = run(folder, "pytest", "-q", *given, "test_my_agents.py")
 
     assert lines[0] <= 60
     assert lines[1] <= 10
