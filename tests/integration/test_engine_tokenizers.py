@@ -243,6 +243,7 @@ async def test_a_call_that_waits_is_refused_once_its_model_has_another_tokenizer
     assert engine.stats().calls == 0
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("model", ["policy", "judge"])
 async def test_another_gateway_process_refuses_a_session_of_another_tokenizer(
     tmp_path: Path, folder: str, model: str

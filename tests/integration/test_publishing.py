@@ -244,6 +244,7 @@ async def test_a_held_group_gets_nothing_from_newer_weights(
     assert refused.value.code == "policy_too_stale"
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("in_flight", ["resubmit", "keep"])
 async def test_a_group_that_may_finish_goes_on_with_newer_weights(
     tmp_path: Path, in_flight: InFlight

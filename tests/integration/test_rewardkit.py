@@ -39,6 +39,7 @@ def _installed(folder: Path) -> Path:
     return folder / "bin" / "rewardkit"
 
 
+@pytest.mark.longer
 def test_its_rewards_are_the_grades(tmp_path: Path) -> None:
     """Each folder of criteria is one reward, and their mean decides."""
     for name, text in (("right/check.py", RIGHT), ("short/check.py", SHORT)):

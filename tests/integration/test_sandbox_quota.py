@@ -28,6 +28,7 @@ async def _is_parked(stack: Stack, request: RolloutRequest) -> bool:
     return bool((await stack.handle(request).query("state"))["stage"] == "parked")
 
 
+@pytest.mark.longer
 async def test_rollouts_wait_for_credits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,6 +229,7 @@ def test_run_prints_one_document(home: Home) -> None:
     assert answer["rollouts"][0]["model"] == ""  # the oracle calls none
 
 
+@pytest.mark.longer
 def test_a_run_generates_first_and_is_graded_later(home: Home, tmp_path: Path) -> None:
     """Generating is a run without failures, whose patches can be exported and whose published score
     opens with its incompleteness. One command grades the rest, and changes nothing the second time."""
@@ -261,6 +262,7 @@ async def _save_theirs(home: Home) -> None:
         await instance_catalog.save(store, known.model_copy(update=update))
 
 
+@pytest.mark.longer
 def test_another_programs_results_are_completed(home: Home, tmp_path: Path) -> None:
     """Its verdicts stay its own and out of our score. A patch without one is graded, an attempt that
     infrastructure ended is sampled. `retry` replaces a verdict by ours."""

@@ -31,6 +31,7 @@ SCRIPT = {
 }
 
 
+@pytest.mark.longer
 async def test_mini_extras_line_leaves_mini_extras_files(tmp_path: Path) -> None:
     """The run is sampled with exact tokens and graded. preds.json and each trajectory have the patch.
     The same line joins the run and writes them again. Its folder is closed to another run."""

@@ -85,6 +85,7 @@ async def assert_played(
     await stack.nothing_left()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_the_worker_dies_when_the_user_has_answered(tmp_path: Path, when: str) -> None:
     """If it dies before it stores or sends the answer, another worker sends the same one."""
@@ -98,6 +99,7 @@ async def test_the_worker_dies_when_the_user_has_answered(tmp_path: Path, when: 
         await assert_played(stack, user, request)
 
 
+@pytest.mark.longer
 async def test_the_sandbox_dies_after_the_user_has_answered(tmp_path: Path) -> None:
     """The next attempt gets the recorded turns of the agent and of the user."""
     async with with_user(tmp_path / "stack") as (stack, user):
@@ -111,6 +113,7 @@ async def test_the_sandbox_dies_after_the_user_has_answered(tmp_path: Path) -> N
         await assert_played(stack, user, request, attempt=2)
 
 
+@pytest.mark.longer
 async def test_the_gateway_dies_while_the_user_answers(tmp_path: Path) -> None:
     """The agent waits, so it loses nothing. The user's model is asked again."""
     async with with_user(tmp_path / "stack") as (stack, user):
@@ -124,6 +127,7 @@ async def test_the_gateway_dies_while_the_user_answers(tmp_path: Path) -> None:
         await assert_played(stack, user, request, lost_calls=1)
 
 
+@pytest.mark.longer
 async def test_the_gateway_dies_between_two_turns_of_the_user(tmp_path: Path) -> None:
     """It dies during the agent's next call. Another attempt gets the recorded turns of both."""
     async with with_user(tmp_path / "stack") as (stack, user):

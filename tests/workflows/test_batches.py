@@ -272,6 +272,7 @@ async def test_a_sync_trainer_gets_batches(client: Client, stored: LocalStore) -
     assert await asyncio.to_thread(train) == [8, 8]
 
 
+@pytest.mark.longer
 async def test_the_pages_loop_trains_on_the_newest_version(
     client: Client, stored: LocalStore
 ) -> None:
