@@ -50,8 +50,8 @@ exec "$@"
 
 
 def beside(agent: Agent, kind: str) -> Agent:
-    """The agent, with a server in its sandbox that starts first, without a token. `mounts` must be
-    there."""
+    """Change the agent's launch: a server without a token starts first, in the same sandbox, which
+    needs `mounts`."""
     own: Callable[[AgentTask], Launch] = agent.launch
 
     def launch(task: AgentTask) -> Launch:

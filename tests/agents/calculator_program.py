@@ -4,7 +4,7 @@
     python calculator_program.py http TOKEN      # streamable HTTP; prints its port, wants the token
     python calculator_program.py sse TOKEN       # the older transport
 
-A client with another token gets 401. Without TOKEN, one with any token gets 401.
+A client with another token gets 401. Without TOKEN, every client that sends a token gets 401.
 """
 
 import asyncio

@@ -119,7 +119,7 @@ async def test_a_tool_on_stdio(stand: Stand, case: Case) -> None:
 
 @every_agent
 async def test_a_tool_of_the_sandbox(stand: Stand, case: Case) -> None:
-    """A server that needs no key, such as a sidecar's, gets none."""
+    """The server answers 401 to any key, so the agent sends none."""
     run = await played(stand, case, "inside http", call("add", a=20, b=22))
 
     assert run.end is AgentEnd.FINISHED, run.said
@@ -129,7 +129,7 @@ async def test_a_tool_of_the_sandbox(stand: Stand, case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*CASES[:1], *CASES[2:6], CASES[6], CASES[8]], ids=label)
 async def test_a_tool_of_the_sandbox_over_sse(stand: Stand, case: Case) -> None:
-    """Codex, which does not speak it, is refused before the sandbox boots."""
+    """All agents but Codex, which has no such transport and refuses the server."""
     run = await played(stand, case, "inside sse", call("add", a=20, b=22))
 
     assert run.end is AgentEnd.FINISHED, run.said

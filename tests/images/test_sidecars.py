@@ -319,6 +319,12 @@ command = "mkdir /opt/kept; redis-cli get answer > /opt/kept/answer; touch /opt/
 SEEN = '[ "$(ls /opt/kept)" = answer ] && [ "$(cat /opt/kept/answer)" = 42 ] && good=1 || good=0\n'
 
 
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 async def imported(services: Services, folder: Path, mode: str, collected: str = "") -> str:
     files = {
         "task.toml": TASK.format(mode=mode, image=IMAGE) + collected,
@@ -327,9 +333,7 @@ async def imported(services: Services, folder: Path, mode: str, collected: str =
         "solution/solve.sh": f"#!/bin/bash\nmkdir -p /logs/artifacts\n{SOLUTION}",
         "tests/test.sh": f"#!/bin/bash\n{SEEN if collected else TESTS[mode]}echo $good >/logs/verifier/reward.txt\n",
     }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    write_files(folder, files)
     (ref,) = (await import_rows(services.store, folder)).refs
     return ref
 
@@ -410,9 +414,7 @@ def with_mcp(folder: Path, networks: str) -> None:
         "environment/vault.py": sidecar_mcp.SERVER,
         "tests/test.sh": f"#!/bin/bash\n{sidecar_mcp.TEST}echo $good >/logs/verifier/reward.txt\n",
     }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    write_files(folder, files)
 
 
 LISTED = 'network_mode = "allowlist"\nallowed_hosts = ["a.example"]\n'
@@ -425,7 +427,7 @@ async def test_an_agent_calls_the_tool_of_a_sidecar(
     tmp_path: Path,
     networks: str,
 ) -> None:
-    """As Harbor's tasks name their servers. It goes there without the gateway and without a proxy."""
+    """The address is a service of the compose file. The call uses neither the gateway nor the proxy."""
     with_mcp(tmp_path / "task", networks)
     (ref,) = (await import_rows(gateway_services.store, tmp_path / "task")).refs
     agent = f"{sidecar_mcp.__name__}:ToolCaller"
@@ -438,7 +440,7 @@ async def test_an_agent_calls_the_tool_of_a_sidecar(
 async def test_a_sidecars_dead_server_leaves_no_verdict(
     engine: Engine, gateway_services: Services, tmp_path: Path
 ) -> None:
-    """Its tool was gone while the agent ran, so its attempt says so and is not graded."""
+    """The server ended in a call. The attempt names it, and no verdict follows."""
     with_mcp(tmp_path / "task", "")
     (ref,) = (await import_rows(gateway_services.store, tmp_path / "task")).refs
     attempt = attempt_of(engine, ref, f"{sidecar_mcp.__name__}:ServerKiller")
